@@ -26,15 +26,18 @@ from unified_trainer.run.validation.real_clips import distances_of
 from unified_trainer.run.validation.samples import SampleMaker
 
 
-def build_sampling(run: RunConfig, device: torch.device, samples: bool, scores: bool) -> Sampling:
-    """Load what a worker needs to make samples, or to score them: one role without an optimizer, encoders, scorers."""
-    run, method = _in_worker(run, device)
+def build_sampling(run: RunConfig, mesh: Mesh, samples: bool, scores: bool) -> Sampling:
+    """Load what a worker needs to make samples, or to score them: one role without an optimizer, encoders, scorers.
+
+    Several ranks share the role. All must call it.
+    """
+    (run, method), device = _in_worker(run, mesh), mesh.device
     name = method.sampled_by
     plan = plan_roles(run, method, starting=False)[name]  # its weights are sent by training
     codec, video = _codec_of(name, plan, run, device), run.video
     parts: dict[str, Any] = {"sample": None, "weights": {}, "reward": None}
     if samples:
-        role = _weights_of_training(name, plan, run, device, "a rollout worker", "sample", "--rollouts.workers 0")
+        role = _weights_of_training(name, plan, run, mesh, "a rollout worker", "sample", "--rollouts.workers 0")
         parts |= {"sample": partial(method.sample, run.algorithm, run.sampler, role), "weights": role.weights}
     if scores:
         parts["reward"] = reward_of(load_scorers(run.reward, device)[0], codec, run.reward)
@@ -47,11 +50,12 @@ def build_evaluation(
     run: RunConfig, device: torch.device, requests: Sequence[Request]
 ) -> tuple[WeightCopy, SampleMaker]:
     """Load what an evaluation worker needs: the student without an optimizer, encoders, and all scorers."""
-    run, method = _in_worker(run, device)
+    mesh = Mesh(device)
+    run, method = _in_worker(run, mesh)
     plan = plan_roles(run, method, starting=False)["student"]
     codec, shown = _codec_of("student", plan, run, device), run.validated()
     way_out = "--rollouts.evaluation-workers 0"
-    role = _weights_of_training("student", plan, run, device, "an evaluation worker", "validate", way_out)
+    role = _weights_of_training("student", plan, run, mesh, "an evaluation worker", "validate", way_out)
     scorers, features = load_scorers(run.reward, device)
     shape = codec.latent_shape(shown.video.frames, shown.video.height, shown.video.width)
     reward = reward_of(scorers, codec, run.reward)
@@ -59,13 +63,13 @@ def build_evaluation(
     return role, SampleMaker(run.validation, codec, reward, measured, shown.sampler, requests, shape, device)
 
 
-def _in_worker(run: RunConfig, device: torch.device) -> tuple[RunConfig, type[Method]]:
-    """Return run and method as a process of one device sees them that Ray started; set how it computes."""
+def _in_worker(run: RunConfig, mesh: Mesh) -> tuple[RunConfig, type[Method]]:
+    """Return run and method as a process sees them that Ray started; set how it computes."""
     add_families(run.families)
     method = method_named(run.method)
-    use_attention(run.parallel.attention, device)
+    use_attention(run.parallel.attention, mesh.device)
     use_tf32(run.parallel.tf32)
-    return fetched(replace(run, parallel=ParallelConfig()), Mesh(device)), method  # that of the training processes
+    return fetched(replace(run, parallel=ParallelConfig()), mesh), method  # that of the training processes
 
 
 def _codec_of(name: str, plan: RolePlan, run: RunConfig, device: torch.device) -> Codec:
@@ -74,13 +78,14 @@ def _codec_of(name: str, plan: RolePlan, run: RunConfig, device: torch.device) -
 
 
 def _weights_of_training(
-    name: str, plan: RolePlan, run: RunConfig, device: torch.device, worker: str, does: str, instead: str
+    name: str, plan: RolePlan, run: RunConfig, mesh: Mesh, worker: str, does: str, instead: str
 ) -> WeightCopy:
     """Load a role whose trained weights training sends; UserError, with the way out, if the device is too small."""
     kind = causal_form(WeightCopy) if run.sampler.chunks.causal else WeightCopy
     way_out = f"set the role's precision to bf16, train an adapter, or {does} in the training processes, which share "
-    require_memory(_bytes(name, plan), device, f"the model of {worker}", f"{way_out}the model: {instead}")
-    role: Any = load_roles({name: replace(plan, kind=kind)}, Mesh(device))[name]
+    size = _bytes(name, plan) // mesh.size
+    require_memory(size, mesh.device, f"the model of {worker}", f"{way_out}the model: {instead}")
+    role: Any = load_roles({name: replace(plan, kind=kind)}, mesh)[name]
     return role
 
 

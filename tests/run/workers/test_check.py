@@ -12,9 +12,10 @@ from unified_trainer.methods.rl.rollouts import Sampling
 from unified_trainer.run.build import build
 from unified_trainer.run.build_worker import build_sampling
 from unified_trainer.run.settings.command_line import parse
+from unified_trainer.run.workers.group import WorkerGroup, placed, worker_needs
 from unified_trainer.run.workers.rollouts import RemoteRollouts
 from unified_trainer.run.workers.weights import WeightSender
-from unified_trainer.run.workers.workers import Worker, WorkerGroup, placed, worker_needs
+from unified_trainer.run.workers.workers import Worker
 
 pytestmark = pytest.mark.slow
 

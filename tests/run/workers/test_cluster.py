@@ -17,7 +17,7 @@ from unified_trainer.run.plan.store import store_bytes
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.settings.workers import RayConfig
-from unified_trainer.run.workers import cluster, launch, workers
+from unified_trainer.run.workers import cluster, group, launch
 from unified_trainer.run.workers.weights import buckets_of
 
 SHELL = {"WANDB_API_KEY": "k", "HF_HOME": "/shared/hf", "NCCL_SOCKET_IFNAME": "eth1", "http_proxy": "p:1"}
@@ -36,7 +36,7 @@ def test_variables_of_the_shell_are_forwarded_and_no_others(monkeypatch):
         "RANK",
         "AWS_SECRET_ACCESS_KEY",
     }
-    assert workers._environment()["env_vars"].items() >= SHELL.items()
+    assert group._environment()["env_vars"].items() >= SHELL.items()
 
 
 def test_the_page_lists_them():
@@ -113,3 +113,15 @@ def test_a_placement_group_asks_for_room_while_the_run_waits(ray, monkeypatch):
     ):
         cluster.wait_for_room(RayConfig(), needs)  # of this machine alone: no node will join
     assert not pending()
+
+
+def test_devices_of_one_process_are_on_one_node(monkeypatch):
+    """Two nodes of four devices have no room for a rollout worker of eight ranks, but for two of four."""
+    nodes = [{"Alive": alive, "Resources": {"GPU": 4.0, "CPU": 16.0}} for alive in (True, True, False)]
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(nodes=lambda: nodes))
+    words = [*GRPO, "--rollouts.reward-workers", "1", "--rollouts.reward-gpus", "0", "--rollouts.ranks"]
+    assert cluster.has_room(group.worker_needs(parse([*words, "4", "--rollouts.workers", "2"]), "cuda"))
+    needs = group.worker_needs(parse([*words, "8"]), "cuda")
+    assert needs[0] == {"CPU": 8.0, "GPU": 8.0}
+    with pytest.raises(UserError, match=r"the cluster has 8 GPU, and a node at most 4 of 8 for one process: .*ranks"):
+        cluster.wait_for_room(RayConfig(), needs)

@@ -1,9 +1,10 @@
 """Settings of Ray and of workers that cannot be are refused before any weight is read."""
 
 import sys
+from dataclasses import replace
 
 import pytest
-from helpers import CPU, SMALL
+from helpers import ALONE, SMALL, flags
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
@@ -14,6 +15,7 @@ from unified_trainer.run.settings.workers import check_transport
 pytestmark = pytest.mark.slow  # seconds together
 
 GRPO = SMALL["dance_grpo"]
+REPLICA = [*flags({"rollouts.workers": 1, "rollouts.reward-workers": 1, "rollouts.ranks": 3})]
 BESIDE = ["--rollouts.evaluation-workers", "1", "--validate-every", "2", "--student.ema-decay", "0.5"]
 
 
@@ -28,6 +30,14 @@ BESIDE = ["--rollouts.evaluation-workers", "1", "--validate-every", "2", "--stud
         (["--rollouts.evaluation-lag", "1"], "rollouts.evaluation_lag needs rollouts.evaluation_workers above 0"),
         ([*BESIDE, "--rollouts.evaluation-lag", "3"], "must be at most validate_every (2)"),
         ([*BESIDE, "--hacking-monitor.action", "roll_back"], "cannot recall samples that workers have begun"),
+        (["--rollouts.workers", "1", "--rollouts.ranks", "2"], "rollouts.ranks above 1 needs rollouts.reward_workers"),
+        (["--rollouts.reward-workers", "1", "--rollouts.ranks", "2"], "reward_workers needs rollouts.workers above 0"),
+        (
+            [*REPLICA, "--rollouts.gpus", "0.5"],
+            "rollouts.gpus must be 1 with rollouts.ranks 3, or 0 for the CPU, not 0.5",
+        ),
+        ([*REPLICA, "--rollouts.transport", "nixl"], "set it to object_store, or rollouts.ranks 1"),
+        (REPLICA, "rollouts.ranks (3) must divide the 4 attention heads of student.path"),
         (["--launcher", "ray", "--ray.ranks", "0"], "ray.ranks must be from 1 to 1000000, not 0"),
     ],
 )
@@ -65,9 +75,12 @@ WEIGHTS = 743_920  # of the tiny transformer
 BF16 = ["--student.precision", "bf16"]
 
 
-@pytest.mark.parametrize(("words", "size"), [([], 4), (BF16, 4), ([*BF16, "--student.adapter.rank", "2"], 2)])
-def test_a_model_that_does_not_fit_one_device_is_refused(monkeypatch, words, size):
-    """Weights that training changes stay in fp32, 4 bytes each."""
+ADAPTER = [*BF16, "--student.adapter.rank", "2"]
+
+
+@pytest.mark.parametrize(("words", "ranks", "size"), [([], 1, 4), ([], 2, 2), (BF16, 1, 4), (ADAPTER, 1, 2)])
+def test_a_model_that_does_not_fit_a_device_is_refused(monkeypatch, words, ranks, size):
+    """Weights that training changes stay in fp32, 4 bytes each; the ranks of a worker share them."""
     needed = []
 
     def none_is_free(bytes_needed, _device, what, way_out):
@@ -76,5 +89,5 @@ def test_a_model_that_does_not_fit_one_device_is_refused(monkeypatch, words, siz
 
     monkeypatch.setattr("unified_trainer.run.build_worker.require_memory", none_is_free)
     with pytest.raises(UserError, match=r"the model of a rollout worker: .*--rollouts\.workers 0"):
-        build_sampling(parse([*GRPO, *words]), CPU, True, False)
+        build_sampling(parse([*GRPO, *words]), replace(ALONE, size=ranks), True, False)
     assert needed == [size * WEIGHTS]

@@ -13,9 +13,9 @@ from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.parallel.random import Streams
+from unified_trainer.run.workers.group import WorkerGroup
 from unified_trainer.run.workers.rollouts import RemoteRollouts
 from unified_trainer.run.workers.weights import WeightSender
-from unified_trainer.run.workers.workers import WorkerGroup
 
 PLAN = BatchPlan(2, 2, 2, 4, ("P", "n", "G", "micro"))
 

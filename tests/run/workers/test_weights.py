@@ -8,11 +8,16 @@ from pathlib import Path
 import direct_weights
 import pytest
 import torch
+import torch.distributed as dist
 from direct_weights import weights
 from helpers import ALONE, REPO, shell
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from unified_trainer.parallel.fsdp import to_local
 from unified_trainer.run.workers import weights as module
 from unified_trainer.run.workers.weights import PIECE, Weights, WeightSender, checksum, copy_parts
 
@@ -60,6 +65,37 @@ def test_a_missing_part_is_refused():
     packed = dataclasses.replace(fewer, signature=whole.signature)
     with pytest.raises(RuntimeError, match="weights of version 3 arrived with 7 of 9 numbers"):
         copy_parts([packed], zeros())
+
+
+@pytest.fixture
+def second_of_two():
+    """This process as the second of two ranks that share the rows of weights."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("bucket", "read"), [(16, ["c", "a", "a", "b"]), (128, ["abc", "ab", "ab"])])
+def test_a_rank_takes_its_rows_alone(monkeypatch, second_of_two, bucket, read):
+    """Of the parts of three training ranks, it reads only the buffers with rows of its own."""
+    monkeypatch.setattr(module, "BUCKET", bucket)
+    whole = {"a": torch.arange(14.0).view(7, 2), "b": torch.arange(3.0), "c": torch.tensor(7.0)}
+    there = {
+        name: distribute_tensor(torch.zeros_like(whole[name]), second_of_two, [Shard(0)], src_data_rank=None)
+        for name in ("a", "b")
+    } | {"c": torch.tensor(0.0)}
+    held, parts = {"a": whole["a"][4:], "b": whole["b"][2:], "c": whole["c"]}, []
+    for first in range(3):
+        rows = {"a": whole["a"][3 * first : 3 * first + 3], "b": whole["b"][first : first + 1]}
+        rows |= {"c": whole["c"]} if not first else {}
+        first_rows = {"a": 3 * first, "b": first, "c": 0}
+        parts.append(dataclasses.replace(sent(rows), signature=module.signature(whole), first_rows=first_rows))
+    needed = [part.needed_by(there) for part in parts]
+    assert ["".join(one.places) for part in needed for one in part.buckets] == read
+    copy_parts(needed, there)
+    assert all(torch.equal(to_local(there[name]), rows) for name, rows in held.items())
+    with pytest.raises(RuntimeError, match="arrived with 5 of 8 numbers"):
+        copy_parts(needed[:2], there)
 
 
 @settings(max_examples=30, deadline=None)

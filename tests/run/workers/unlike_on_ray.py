@@ -29,7 +29,7 @@ def _rank(folder: str) -> int:
 
 def other_version(run: RunConfig, argv: Sequence[str]) -> int | None:
     rank = _rank(argv[0])
-    train.version = lambda name: f"{name} {rank}"
+    train.version_of = lambda name: f"{name} {rank}"
     return train.train_in_actor(run, argv)
 
 

@@ -40,19 +40,23 @@ class WorkerConfig:
     student.precision bf16. Samples then differ from those without workers by rounding in bf16 (experimental)."""
     transport: Annotated[Transport, MAY_CHANGE] = "object_store"
     """How weights travel to workers: through Ray's object store, or nixl: workers read them straight from the memory of
-    the main rank's device (experimental; needs CUDA devices or CPUs). The numbers are the same."""
+    the training processes' devices (experimental; needs CUDA devices or CPUs). The numbers are the same."""
     offload: Annotated[bool, MAY_CHANGE] = False
     """Keep what only training reads in pinned CPU memory while the training processes make and score samples: moments,
     EMA weights, networks that make no samples, and on one device float32 weights that have a bf16 copy. The numbers are
     the same."""
     workers: Annotated[CountOrZero, MAY_CHANGE] = 0
     """Rollout workers: processes on Ray that make the samples of training; 0 makes them in the training processes."""
+    ranks: Annotated[Count, MAY_CHANGE] = 1
+    """Processes of one rollout worker, on one node with a device each. They share the weights, and the tokens of each
+    sample as ranks of parallel.sequence do: samples differ from those of one device by rounding (experimental)."""
     reward_workers: Annotated[CountOrZero, MAY_CHANGE] = 0
     """Reward workers: processes on Ray that only decode and score samples; 0 scores in the rollout workers."""
     cpus: Annotated[float, above(0, MOST), MAY_CHANGE] = 1.0
-    """CPU cores of one rollout worker, as Ray counts them."""
+    """CPU cores of one rollout worker, or of each of its ranks, as Ray counts them."""
     gpus: Annotated[float, at_least(0, MOST), MAY_CHANGE] = 1.0
-    """Devices of one rollout worker, or the part of one that it shares; 0 samples on the CPU."""
+    """Devices of one rollout worker, or the part of one that it shares; 0 samples on the CPU. Of several ranks each has
+    one, or none."""
     reward_cpus: Annotated[float, above(0, MOST), MAY_CHANGE] = 1.0
     """CPU cores of one reward worker, as Ray counts them."""
     reward_gpus: Annotated[float, at_least(0, MOST), MAY_CHANGE] = 1.0
@@ -78,7 +82,7 @@ class WorkerConfig:
     def cores(self) -> float:
         """CPU cores of all workers."""
         others = self.reward_cpus * self.reward_workers + self.evaluation_cpus * self.evaluation_workers
-        return self.cpus * self.workers + others
+        return self.cpus * self.ranks * self.workers + others
 
     def check(self, sampled: bool, method: str, validate_every: int) -> None:
         """Raise UserError, naming the key, unless the settings fit the method; `sampled`: it asks for samples."""
@@ -97,6 +101,17 @@ class WorkerConfig:
         for name in ("ahead", "reward_workers"):
             if getattr(self, name) and not self.workers:
                 raise UserError(f"rollouts.{name} needs rollouts.workers above 0")
+        if self.ranks > 1 and not self.reward_workers:
+            raise UserError("rollouts.ranks above 1 needs rollouts.reward_workers above 0: such workers hold no scorer")
+        if self.ranks > 1 and self.transport == "nixl":
+            raise UserError(
+                "rollouts.transport nixl reads into workers of one device: set it to object_store, or rollouts.ranks 1"
+            )
+        if self.ranks > 1 and self.gpus not in (0, 1):
+            raise UserError(
+                f"rollouts.gpus must be 1 with rollouts.ranks {self.ranks}, or 0 for the CPU, not {self.gpus:g}: each "
+                "rank has a device of its own"
+            )
         if self.evaluation_workers and not validate_every:
             raise UserError("rollouts.evaluation_workers has nothing to validate: set validate_every")
         if self.evaluation_lag and not self.evaluation_workers:

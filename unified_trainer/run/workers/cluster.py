@@ -144,22 +144,28 @@ def has_room(needs: Sequence[Needs]) -> bool:
 
 
 def _lacking(needs: Sequence[Needs]) -> Needs:
-    """Return what these processes need of each resource of which the whole cluster has less."""
+    """Return what these processes need of resources of which the cluster, or every node for one of them, has less."""
+    wanted = {name: sum(need.get(name, 0) for need in needs) for need in needs for name in need}
+    most = {name: max(need.get(name, 0) for need in needs) for name in wanted}
+    there = {name: _there(name) for name in wanted}
+    return {name: n for name, n in wanted.items() if n > sum(there[name]) or most[name] > max(there[name])}
+
+
+def _there(name: str) -> list[float]:
+    """Return what each node has of a resource."""
     import ray
 
-    wanted = {name: sum(need.get(name, 0) for need in needs) for need in needs for name in need}
-    there = ray.cluster_resources()
-    return {name: count for name, count in wanted.items() if count > there.get(name, 0)}
+    return [node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"]] or [0]
 
 
 def _no_room(needs: Sequence[Needs], lacking: Needs) -> str:
-    import ray
-
-    there = ", ".join(f"{ray.cluster_resources().get(name, 0):g} {name}" for name in lacking)
+    there = ", ".join(f"{sum(_there(name)):g} {name}" for name in lacking)
+    node = ", ".join(f"{max(_there(name)):g} of {max(need.get(name, 0) for need in needs):g}" for name in lacking)
     asked = ", ".join(f"{count:g} {name}" for name, count in lacking.items())
     return (
-        f"the run needs {asked} for {len(needs)} processes on Ray, but the cluster has {there}: lower "
-        "rollouts.workers, rollouts.reward_workers, rollouts.gpus or ray.ranks, or add nodes"
+        f"the run needs {asked} for {len(needs)} processes on Ray, but the cluster has {there}, and a node at most "
+        f"{node} for one process: lower rollouts.workers, rollouts.ranks, rollouts.reward_workers, rollouts.gpus or "
+        "ray.ranks, or add nodes"
     )
 
 

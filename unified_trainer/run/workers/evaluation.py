@@ -16,9 +16,10 @@ from unified_trainer.run.settings.config import ValidationConfig
 from unified_trainer.run.validation.report import Report, ValidationResult, joined
 from unified_trainer.run.validation.samples import Measured, batches
 from unified_trainer.run.workers import arrays
+from unified_trainer.run.workers.group import WorkerGroup
 from unified_trainer.run.workers.scheduler import ValidationBatch
 from unified_trainer.run.workers.weights import WeightSender
-from unified_trainer.run.workers.workers import WorkerGroup, received
+from unified_trainer.run.workers.workers import received
 
 
 class RemoteValidation:

@@ -27,7 +27,8 @@ from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.stop_signal import heard
 from unified_trainer.run.workers import cluster
-from unified_trainer.run.workers.workers import cause, place, worker_needs
+from unified_trainer.run.workers.group import worker_needs
+from unified_trainer.run.workers.workers import cause, place
 
 # Settings and command line -> exit code, or None for a process that ended because another one did.
 Train = Callable[[RunConfig, Sequence[str]], int | None]

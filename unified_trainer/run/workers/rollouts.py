@@ -25,9 +25,10 @@ from unified_trainer.roles.ema import exchanged
 from unified_trainer.roles.role import Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.run.workers import arrays
+from unified_trainer.run.workers.group import WorkerGroup
 from unified_trainer.run.workers.scheduler import WorkItem
 from unified_trainer.run.workers.weights import WeightSender
-from unified_trainer.run.workers.workers import WorkerGroup, received
+from unified_trainer.run.workers.workers import received
 
 Asked = tuple[tuple[Request, ...], tuple[int, ...], tuple[int, ...]]  # with prompt ids and sample ids
 Ordered = list[tuple[WorkItem, Any]]  # a work item, and the scheduler's reply to come

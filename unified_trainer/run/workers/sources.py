@@ -13,9 +13,10 @@ from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.validation.report import Report
 from unified_trainer.run.validation.samples import sample_requests
 from unified_trainer.run.workers.evaluation import RemoteValidation
+from unified_trainer.run.workers.group import WorkerGroup
+from unified_trainer.run.workers.replica import ReplicaSender
 from unified_trainer.run.workers.rollouts import RemoteRollouts
 from unified_trainer.run.workers.weights import WeightSender
-from unified_trainer.run.workers.workers import WorkerGroup
 
 
 def remote_rollouts(
@@ -27,7 +28,8 @@ def remote_rollouts(
     mesh: Mesh,
 ) -> RemoteRollouts:
     """Return the samples of rollout workers."""
-    sender = WeightSender(mesh, run.rollouts.transport, half=run.rollouts.send == "bf16")
+    kind = ReplicaSender if run.rollouts.ranks > 1 else WeightSender
+    sender = kind(mesh, run.rollouts.transport, half=run.rollouts.send == "bf16")
     return RemoteRollouts(
         workers,
         role,

@@ -6,7 +6,7 @@ the ranks by Ray's direct transport.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import ray
@@ -16,7 +16,7 @@ from ray.experimental import set_target_for_ref
 from torch import Tensor
 
 from unified_trainer.parallel.device import synchronize
-from unified_trainer.parallel.fsdp import first_row, own_rows
+from unified_trainer.parallel.fsdp import copy_rows, first_row, held_rows, own_rows, to_local
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.run.settings.workers import Transport
 
@@ -91,11 +91,24 @@ class Weights:
     buffers: Sequence[np.ndarray | ObjectRef]
     checksums: list[list[int]]
 
+    def needed_by(self, weights: Mapping[str, Tensor]) -> "Weights":
+        """Return these weights without the buffers of which this rank holds no row of `weights`."""
+        needed = [
+            (bucket, buffer, sums)
+            for bucket, buffer, sums in zip(self.buckets, self.buffers, self.checksums, strict=True)
+            if any(
+                held_rows(weights[name], self.first_rows[name], (*shape, 1)[0])
+                for name, (_, _, shape) in bucket.places.items()
+            )
+        ]
+        buckets, buffers, checksums = map(list, zip(*needed, strict=True)) if needed else ([], [], [])
+        return replace(self, buckets=buckets, buffers=buffers, checksums=checksums)
+
     def copy_to(self, weights: Mapping[str, Tensor]) -> int:
-        """Copy into whole tensors of the same names, dtypes and shapes, and return how many elements were written.
+        """Copy into tensors of the same names, dtypes and shapes, and return how many elements were written.
 
         Raises RuntimeError for other tensors, or for changed bytes: no buffer with changed bytes is used, but those
-        before it are.
+        before it are. Of sharded tensors this rank's rows are written.
         """
         check_equal(self.signature, signature(weights))
         direct = any(isinstance(buffer, ObjectRef) for buffer in self.buffers)
@@ -113,17 +126,15 @@ class Weights:
             if checksum(arrived) != expected:
                 raise RuntimeError(f"weights of version {self.version} were damaged on their way: a checksum is wrong")
             for name, rows in bucket.views(arrived).items():
-                whole, first = weights[name], self.first_rows[name]
-                (whole[first : first + len(rows)] if whole.dim() else whole).copy_(rows)
-                written += rows.numel()
+                written += copy_rows(rows, self.first_rows[name], weights[name])
         synchronize(device)
         return written
 
 
 @torch.no_grad()
 def copy_parts(parts: Sequence[Weights], weights: Mapping[str, Tensor]) -> None:
-    """Copy the parts of all ranks into whole tensors; RuntimeError if they do not fit, are damaged or lack rows."""
-    written, size = sum(part.copy_to(weights) for part in parts), sum(weight.numel() for weight in weights.values())
+    """Copy the parts of all ranks into tensors; RuntimeError if they do not fit, are damaged or lack rows."""
+    written, size = sum(part.copy_to(weights) for part in parts), sum(to_local(w).numel() for w in weights.values())
     if written != size:
         raise RuntimeError(f"weights of version {parts[0].version} arrived with {written} of {size} numbers")
 
