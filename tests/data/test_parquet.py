@@ -82,7 +82,9 @@ def test_the_stored_type_is_honoured(codec, tmp_path, kind):
 def test_image_conditions_of_kind_i2v_are_not_read_and_the_run_says_so(codec, tmp_path):
     write_clips(tmp_path / "a.parquet", **tensors("clip_feature", [torch.ones(2, 3)] * 3), fps=[16.0] * 3)
     assert torch.equal(source(tmp_path, codec).latents([0, 1, 2]), codec.normalise(RAW))
-    assert "has image conditions (clip_feature_bytes)" in clip_files(tmp_path).image_note
+    assert (
+        "has image conditions (clip_feature_bytes), which the student does not read" in clip_files(tmp_path).image_note
+    )
     write_clips(tmp_path / "a.parquet")
     assert clip_files(tmp_path).image_note == ""
 

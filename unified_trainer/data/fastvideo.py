@@ -6,12 +6,14 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from unified_trainer.basics.types import Trajectory
+from unified_trainer.basics.types import Condition, Trajectory
 from unified_trainer.data.clips import VideoConfig
 
 TEXT_ENCODER = "unified_trainer.text_encoder"  # key in a schema's metadata: the fingerprint of what made the embeddings
 
 FLOATS = ("float16", "float32", "float64")  # types of stored tensors
+IMAGE_TENSORS = {"clip": "clip_feature", "image": "first_frame_latent"}  # by the names of a condition's tensors
+PICTURE = "pil_image"  # the pixels of kind i2v, which FastVideo leaves empty and its trainer of Wan reads nowhere
 NETWORK_TIME = 1000  # files hold 1000 sigma in place of a noise level
 
 
@@ -25,15 +27,15 @@ def _tensor(name: str) -> tuple[pa.Field, ...]:
     return tuple(pa.field(column, kind) for column, kind in zip(columns_of(name), kinds, strict=True))
 
 
-T2V = pa.schema(
-    [
-        ("id", pa.string()),
-        *_tensor("vae_latent"),
-        *_tensor("text_embedding"),
-        *((name, pa.string()) for name in ("file_name", "caption", "media_type")),
-        *((name, pa.int64()) for name in ("width", "height", "num_frames")),
-        *((name, pa.float64()) for name in ("duration_sec", "fps")),
-    ]
+_CLIP = [("id", pa.string()), *_tensor("vae_latent"), *_tensor("text_embedding")]
+_ABOUT_CLIP = [
+    *((name, pa.string()) for name in ("file_name", "caption", "media_type")),
+    *((name, pa.int64()) for name in ("width", "height", "num_frames")),
+    *((name, pa.float64()) for name in ("duration_sec", "fps")),
+]
+T2V = pa.schema([*_CLIP, *_ABOUT_CLIP])
+I2V = pa.schema(
+    [*_CLIP, *(field for name in (*IMAGE_TENSORS.values(), PICTURE) for field in _tensor(name)), *_ABOUT_CLIP]
 )
 TEXT_ONLY = pa.schema([("id", pa.string()), *_tensor("text_embedding"), ("caption", pa.string())])
 ODE = pa.schema(
@@ -63,6 +65,19 @@ def t2v_row(name: str, caption: str, raw: Tensor, embedding: Tensor, video: Vide
         "duration_sec": video.frames / video.fps,
         "fps": video.fps,
     }
+
+
+def image_columns(images: Condition) -> dict[str, object]:
+    """Return the columns that kind i2v has besides t2v's, of the encoded first frame of one clip.
+
+    Tensors that the family lacks are empty, and so are the pixels.
+    """
+    row: dict[str, object] = {}
+    for name in (*IMAGE_TENSORS.values(), PICTURE):
+        row |= zip(columns_of(name), (b"", [], ""), strict=True)
+    for name, value in images.tensors.items():
+        row |= _columns(IMAGE_TENSORS[name], value[0])
+    return row
 
 
 def text_only_row(name: str, caption: str, embedding: Tensor) -> dict[str, object]:

@@ -29,6 +29,7 @@ class Rows(NamedTuple):
 
     values: Float[Tensor, "b ..."]  # one `RowKind.value` for each row
     text: list[Tensor]  # embeddings of the captions [n, d]; none if they are not used
+    images: dict[str, Tensor]  # what was encoded of the condition images, by the names of a condition
 
 
 class ParquetRows:
@@ -123,7 +124,11 @@ class ParquetRows:
                 self._tables[group] = self._read_row_group(group, with_text)
         rows = [(row, self._tables[group], within) for row, (group, within) in zip(indices, places, strict=True)]
         values = torch.stack([self._value(*row) for row in rows])
-        return Rows(values, [self._tensor(*row, TEXT) for row in rows] if with_text else [])
+        images = {
+            name: torch.stack([self._tensor(*row, columns) for row in rows])
+            for name, columns in self._files.kind.images.items()
+        }
+        return Rows(values, [self._tensor(*row, TEXT) for row in rows] if with_text else [], images)
 
     def _read_row_group(self, number: int, with_text: bool) -> pa.Table:
         group = self._files.row_groups[number]
@@ -158,7 +163,7 @@ class ParquetClips(ParquetRows):
 
 
 class ParquetFirstFrames(ParquetClips):
-    """A source of clips that condition on their first frame, which the latents hold."""
+    """A source of clips that condition on their first frame, which the latents or columns of kind i2v hold."""
 
     def condition(self, indices: list[int]) -> Condition:
         codec = self._codec
@@ -166,6 +171,8 @@ class ParquetFirstFrames(ParquetClips):
         text = super().condition(indices)
         if text is None:
             text = codec.encode_text([self._files.captions[row] for row in indices])
+        if images := self._ask(indices).result().images:
+            return text.updated(Condition(images).map(lambda x: x.to(text["text"].device)))
         return text.updated(codec.first_frames(self.latents(indices)))
 
 

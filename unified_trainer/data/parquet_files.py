@@ -16,14 +16,14 @@ import pyarrow.parquet as pq
 
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.data.batch_plan import largest_divisor
-from unified_trainer.data.fastvideo import FLOATS, TEXT_ENCODER, columns_of
+from unified_trainer.data.fastvideo import FLOATS, IMAGE_TENSORS, TEXT_ENCODER, columns_of
 from unified_trainer.data.parquet_columns import check_no_nulls, check_types
 from unified_trainer.data.row_kinds import RowKind
 from unified_trainer.data.tables import unreadable
 
 TEXT = columns_of("text_embedding")
-IMAGES = {"clip_feature_bytes", "first_frame_latent_bytes", "pil_image_bytes"}  # of FastVideo's rows of kind i2v
-UNREAD = "warning: data.path has image conditions ({}), which a text-to-video model does not read"
+IMAGES = {columns_of(name)[0] for name in IMAGE_TENSORS.values()}  # of rows of kind i2v
+UNREAD = "warning: data.path has image conditions ({}), which the student does not read"
 THREADS = 8  # that read footers and captions at the start
 SHOWN = 5  # bad rows that a message names
 
@@ -64,7 +64,8 @@ class StoredFiles:
         self.row_groups = tuple(group for file in files for group in file.row_groups)
         self.text_fault = next((file.text_fault for file in files if file.text_fault), "")
         columns = {name for file in files for name in file.columns}
-        self.image_note = UNREAD.format(", ".join(found)) if (found := sorted(columns & IMAGES)) else ""
+        unread = [] if kind.images else sorted(columns & IMAGES)
+        self.image_note = UNREAD.format(", ".join(unread)) if unread else ""
         self._ids = [identity for file in files for identity in file.ids]
         self._starts = np.array([0, *accumulate(group.rows for group in self.row_groups)])[:-1]
 

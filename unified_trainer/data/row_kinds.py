@@ -5,6 +5,7 @@ A tensor NAME is three columns: NAME_bytes, NAME_shape and NAME_dtype.
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.data.fastvideo import FLOATS, NETWORK_TIME, columns_of
+from unified_trainer.data.fastvideo import FLOATS, IMAGE_TENSORS, NETWORK_TIME, columns_of
 from unified_trainer.numerics.flow import unshift_sigma
 
 LATENT = columns_of("vae_latent")
@@ -32,6 +33,7 @@ class RowKind(Protocol):
 
     tensors: tuple[str, ...]  # columns that are read for a batch, besides text embeddings
     small: tuple[str, ...]  # columns that are read of all rows before training
+    images: Mapping[str, tuple[str, ...]]  # columns of the tensors of condition images, by the names of a condition
 
     def check_columns(self, file: Path, columns: Collection[str]) -> None:
         """Raise UserError for a file of another kind."""
@@ -47,13 +49,15 @@ class RowKind(Protocol):
 
 
 class ClipRows:
-    """Kinds t2v and i2v: raw latents of a clip."""
+    """Kinds t2v and i2v: raw latents of a clip, and what was encoded of its first frame where a student needs it."""
 
-    tensors: tuple[str, ...] = LATENT
-    small: tuple[str, ...] = LATENT[1:]
-
-    def __init__(self, latent_shape: Shape) -> None:
+    def __init__(self, latent_shape: Shape, images: Mapping[str, tuple[int, ...]] | None = None) -> None:
+        """`images` holds the shapes of the tensors of the student's condition image, by the names of a condition."""
         self._latent_shape = latent_shape
+        self.images: Mapping[str, tuple[str, ...]] = {name: columns_of(IMAGE_TENSORS[name]) for name in images or {}}
+        self._shapes = {self.images[name]: shape for name, shape in (images or {}).items()}
+        self.tensors = (*LATENT, *chain(*self.images.values()))
+        self.small = (*LATENT[1:], *chain(*(columns[1:] for columns in self.images.values())))
 
     def check_columns(self, file: Path, columns: Collection[str]) -> None:
         missing = [name for name in ("id", "caption", *LATENT) if name not in columns]
@@ -65,12 +69,22 @@ class ClipRows:
             )
         if missing:
             raise UserError(f"data.path: columns {', '.join(missing)} are missing in {file}; expected FastVideo's t2v")
+        if missing := [name for name in self.tensors if name not in columns]:
+            raise UserError(
+                f"data.path: {file} holds clips without the encoded first frames that the student needs (columns "
+                f"{', '.join(missing)}): preprocess the videos with --model of this student, or give the videos"
+            )
 
     def fault(self, place: str, row: Mapping[str, Any]) -> str:
-        shape, dtype = (row[name] for name in self.small)
+        shape, dtype = (row[name] for name in LATENT[1:])
         if tuple(shape or ()) != self._latent_shape:
             return f"has latents {tuple(shape or ())}, the run's video.* settings make {self._latent_shape}"
-        return "" if dtype in FLOATS else f"has latents of type {dtype}, not {', '.join(FLOATS)}"
+        if dtype not in FLOATS:
+            return f"has latents of type {dtype}, not {', '.join(FLOATS)}"
+        for (_, shape, dtype), expected in self._shapes.items():
+            if tuple(row[shape] or ()) != expected or row[dtype] not in FLOATS:
+                return f"has {shape} {tuple(row[shape] or ())} of type {row[dtype]}, the student takes {expected}"
+        return ""
 
     def value(self, stored: Stored, columns: Collection[str]) -> Float[Tensor, "c t h w"]:
         """Return the raw latents."""
@@ -87,6 +101,7 @@ class TrajectoryRows:
 
     tensors: tuple[str, ...] = (*STATES, *TIMES, *NOISE)
     small: tuple[str, ...] = (*STATES[1:], *TIMES, *NOISE[1:])
+    images: Mapping[str, tuple[str, ...]] = {}
 
     def __init__(self, latent_shape: Shape, levels: Float[Tensor, " l"], shift: float) -> None:
         """`levels` are the student's falling noise levels without 0, and `shift` is that of its sampler."""

@@ -3,7 +3,7 @@
 import csv
 import io
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,9 @@ def read_columns(file: Path, key: str, *choices: Sequence[str], way_out: str = "
     """
     place = f"{key} {file}"
     if file.suffix == ".parquet":
-        rows = _parquet_rows(file, key, choices, way_out)
+        rows = _parquet_rows(
+            file, key, lambda held: [_pick(held, choice, place, way_out) for choice in choices], texts=True
+        )
     else:
         rows = _text_rows(file, key, choices[0][0])
     columns = [_pick(row, choice, f"{place}: {where}", way_out) for where, row in rows[:1] for choice in choices]
@@ -44,7 +46,10 @@ def read_lists(file: Path, key: str, names: Sequence[str]) -> list[tuple[str, ..
     An absent or empty value is an empty tuple. None where no row has such a column. Raise UserError as `read_columns`
     does.
     """
-    rows = _parquet_lists(file, key, names) if file.suffix == ".parquet" else _text_rows(file, key, "")
+    if file.suffix == ".parquet":
+        rows = _parquet_rows(file, key, lambda held: [name for name in names if name in held], texts=False)
+    else:
+        rows = _text_rows(file, key, "")
     if not any(name in row for _, row in rows for name in names):
         return None
     return [_texts(row, names, f"{key} {file}: {where}") for where, row in rows]
@@ -100,31 +105,22 @@ def _csv_rows(text: str, place: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _parquet_rows(
-    file: Path, key: str, choices: Sequence[Sequence[str]], way_out: str
+    file: Path, key: str, chosen: Callable[[list[str]], list[str]], *, texts: bool
 ) -> list[tuple[str, dict[str, Any]]]:
+    """Return place and row of a .parquet file, with the columns that `chosen` takes; `texts` refuses other types."""
     check_file(file, key)
     place = f"{key} {file}"
     try:
         schema = pq.read_schema(file)
-        names = [_pick(schema.names, choice, place, way_out) for choice in choices]
+        names = chosen(schema.names)
         for name in names:
             if schema.names.count(name) > 1:
                 raise UserError(f"{place} has several columns {name}")
-            if not is_text(schema.field(name).type):
+            if texts and not is_text(schema.field(name).type):
                 raise UserError(f"{place}: column {name} holds {schema.field(name).type} instead of texts")
         return [(f"row {i}", row) for i, row in enumerate(pq.read_table(file, columns=names).to_pylist(), 1)]
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise UserError(f"{place} cannot be read: {' '.join(str(error).split())}") from error
-
-
-def _parquet_lists(file: Path, key: str, names: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-    check_file(file, key)
-    try:
-        held = [name for name in names if name in pq.read_schema(file).names]
-        rows = pq.read_table(file, columns=held).to_pylist() if held else []
-    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
-        raise UserError(f"{key} {file} cannot be read: {' '.join(str(error).split())}") from error
-    return [(f"row {i}", row) for i, row in enumerate(rows, 1)]
 
 
 def _texts(row: dict[str, Any], names: Sequence[str], place: str) -> tuple[str, ...]:

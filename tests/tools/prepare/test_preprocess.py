@@ -15,7 +15,7 @@ from real_clips import REAL, quarters, real_folder, write_exactly
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
 from unified_trainer.data.clips import VideoConfig
-from unified_trainer.data.fastvideo import T2V, TEXT_ENCODER, TEXT_ONLY, t2v_row
+from unified_trainer.data.fastvideo import I2V, T2V, TEXT_ENCODER, TEXT_ONLY, t2v_row
 from unified_trainer.data.negative_prompt import use_negative_prompt
 from unified_trainer.data.tiny_world import TRAINING, check_attributes, draw_clip, render
 from unified_trainer.data.video_files import to_uint8, write_mp4
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow  # seconds together
 SIZE = VideoConfig(5, 32, 32, 8)
 SHORT = ["--method", "finetune", "--steps", "1", "--validate-every", "0", "--algorithm.micro-batch", "1"]
 SHORT += ["--video.frames", "5", "--video.height", "32", "--video.width", "32"]
-SMALL = ["--frames", "5", "--height", "32", "--width", "32", "--fps", "8", "--workers", "2"]
+SMALL = ["--workers", "2", "--video.frames", "5", "--video.height", "32", "--video.width", "32", "--video.fps", "8"]
 
 
 def called(*words: object) -> int:
@@ -76,11 +76,11 @@ def encoded(videos, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("kind", ["t2v", "text_only"])
+@pytest.mark.parametrize("kind", ["t2v", "i2v", "text_only"])
 def test_columns_are_those_of_fastvideo(kind):
     """The golden file was written from the schemas of FastVideo 0.2.1."""
     golden = json.loads((REPO / "tests" / "golden" / "fastvideo_schema.json").read_text())[kind]
-    schema = {"t2v": T2V, "text_only": TEXT_ONLY}[kind]
+    schema = {"t2v": T2V, "i2v": I2V, "text_only": TEXT_ONLY}[kind]
     assert [[field.name, str(field.type)] for field in schema] == golden
 
 
@@ -226,9 +226,8 @@ def test_an_interrupted_call_is_continued(tmp_path, monkeypatch, made):
         return encode(self, video)
 
     monkeypatch.setattr(WanCodec, "encode_raw", interrupted)
-    settings = {"frames": 5, "height": 32, "width": 32, "fps": 8.0, "rows_per_file": 2, "device": "cpu"}
     with pytest.raises(KeyboardInterrupt):
-        preprocess(folder, tmp_path / "out", **settings)
+        preprocess(folder, tmp_path / "out", rows_per_file=2, device="cpu", settings=tuple(SMALL[2:]))
     assert len(rows_of(tmp_path / "out")) == made and not list((tmp_path / "out").glob("*.tmp"))
     monkeypatch.setattr(WanCodec, "encode_raw", encode)
     assert called(folder, tmp_path / "out", "--rows-per-file", 2) == 0
@@ -256,9 +255,9 @@ def test_a_killed_call_keeps_its_finished_files_and_is_continued(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--frames", "9"], "holds other encoded clips: their video.frames is 5, now 9; choose another folder"),
-        (["--fps", "4"], "their video.fps is 8.0, now 4.0"),
-        (["--height", "40"], "video.height must be a multiple of 16 for this VAE, not 40: set 32 or 48"),
+        (["--video.frames", "9"], "holds other encoded clips: their video.frames is 5, now 9; choose another folder"),
+        (["--video.fps", "4"], "their video.fps is 8.0, now 4.0"),
+        (["--video.height", "40"], "video.height must be a multiple of 16 for this VAE, not 40: set 32 or 48"),
         (["--rows-per-file", "0"], "--rows-per-file must be from 1 to 1000000, not 0"),
         (["--recipe", "wan2.1-1.3b"], "preprocess needs --model"),
         (["--captions", "absent.csv"], "--captions absent.csv: no such file"),

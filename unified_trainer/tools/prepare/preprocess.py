@@ -6,19 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import torch
 import tyro
+from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_yaml
-from unified_trainer.basics.ranges import Count, FramesOrZero, PixelsOrZero, Seed, at_least
+from unified_trainer.basics.ranges import Count, Seed
+from unified_trainer.basics.requests import Image
 from unified_trainer.basics.terminal import say
 from unified_trainer.data.captioned import CaptionedVideo, find_videos
-from unified_trainer.data.fastvideo import T2V, TEXT_ENCODER, TEXT_ONLY, t2v_row, text_only_row
+from unified_trainer.data.fastvideo import I2V, T2V, TEXT_ENCODER, TEXT_ONLY, image_columns, t2v_row, text_only_row
 from unified_trainer.data.negative_prompt import use_negative_prompt, write_negative_prompt
 from unified_trainer.data.prompts import read_prompts
 from unified_trainer.data.video_reader import VideoError, read_clips, to_video
-from unified_trainer.models.base import Codec
+from unified_trainer.models.base import Codec, ImageEncoder
 from unified_trainer.models.hub import is_hub_id
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
@@ -47,10 +50,6 @@ def preprocess(
     method: str = "",
     model: str = "",
     families: tuple[str, ...] = (),
-    frames: FramesOrZero = 0,
-    height: PixelsOrZero = 0,
-    width: PixelsOrZero = 0,
-    fps: Annotated[float, at_least(0, 1000)] = 0.0,
     rows_per_file: Count = 64,
     workers: Count = 4,
     strict: bool = False,
@@ -63,7 +62,7 @@ def preprocess(
 ) -> None:
     """Encode videos with captions, or prompts, to parquet files to train on; called again, it continues.
 
-    Flags with a dot, such as --teacher.path, are settings of the run and come after SOURCE and OUT.
+    Flags with a dot, such as --video.frames or --teacher.path, are settings of the run and come after SOURCE and OUT.
 
     Args:
         source: Folder of videos with x.txt beside x.mp4; or a .json, .jsonl, .csv or .parquet file with columns path
@@ -76,10 +75,6 @@ def preprocess(
             ode_init with --trajectories.
         model: Pipeline folder or hub id whose text encoder and VAE are used.
         families: Model families of your own, each path/to/file.py:NAME or package.module:NAME.
-        frames: Pixel frames of a clip; 0 takes the recipe's.
-        height: Height of the clips in pixels; 0 takes the recipe's.
-        width: Width of the clips in pixels; 0 takes the recipe's.
-        fps: Frames per second at which videos are sampled; 0 takes the recipe's.
         rows_per_file: Clips or prompts in one parquet file.
         workers: Videos decoded at a time.
         strict: End at the first video that cannot be used, instead of listing and skipping it.
@@ -95,10 +90,9 @@ def preprocess(
         raise UserError(f"--captions is for a folder of videos, but SOURCE {source} is none: leave it out")
     if (every_state or seed) and not trajectories:
         raise UserError("--every-state and --seed are for trajectories of a teacher: add --trajectories")
-    size = {"frames": frames, "height": height, "width": width, "fps": fps}
     method = method or ("ode_init" if trajectories else "finetune")
     own = ("--families", *families) if families else ()
-    run = _settings(recipe, config, method, model, size, [*own, *settings])
+    run = _settings(recipe, config, method, model, [*own, *settings])
     mesh = _one_process(device, run.parallel)
     if trajectories:
         run = replace(run, seed=seed)
@@ -107,7 +101,8 @@ def preprocess(
     path = run.roles["student"].path
     family, folder = family_of("--model", fetch_pipeline(path, "--model") if is_hub_id(path) else path)
     run.encoders.check(mesh.device.type, family.tile_unit)
-    family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
+    shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
+    kind, schema = ("i2v", I2V) if family.image_tensors(folder, shape) else ("t2v", T2V)
     prompts = read_prompts(source, "SOURCE").prompts if source.suffix == ".txt" else ()
     videos = () if prompts else find_videos(source, "SOURCE", captions)
     check_output(out, ABOUT, WHAT)
@@ -116,18 +111,18 @@ def preprocess(
             say(note)
         codec = family.codec(folder, mesh.device, run.encoders)
         negative = run.sampler.negative_prompt
-        about = {"version": VERSION, "kind": "t2v" if videos else "text_only", "negative_prompt": negative}
+        about = {"version": VERSION, "kind": kind if videos else "text_only", "negative_prompt": negative}
         about["text_encoder"] = codec.text_fingerprint
         if videos:
             about["vae"] = codec.video_fingerprint
             about |= {f"video.{name}": value for name, value in vars(run.video).items()}
         begin_output(out, ABOUT, about, WHAT, empty=is_empty(out))
-        schema = (T2V if videos else TEXT_ONLY).with_metadata({TEXT_ENCODER: codec.text_fingerprint})
+        schema = (schema if videos else TEXT_ONLY).with_metadata({TEXT_ENCODER: codec.text_fingerprint})
         written = ClipFolder(out, schema, rows_per_file)
         if not use_negative_prompt(out, negative, codec):
             write_negative_prompt(out, negative, codec.embeddings([negative])[0], codec.text_fingerprint)
         if videos:
-            _write_videos(videos, written, codec, run, workers, strict, out)
+            _write_videos(videos, written, codec, run, workers, strict, out, images=kind == "i2v")
         else:
             _write_prompts(prompts, written, codec, out)
 
@@ -139,12 +134,9 @@ def _one_process(device: Device, parallel: ParallelConfig) -> Mesh:
     return mesh
 
 
-def _settings(
-    recipe: str, config: Path | None, method: str, model: str, video: dict[str, float], settings: Sequence[str]
-) -> RunConfig:
+def _settings(recipe: str, config: Path | None, method: str, model: str, settings: Sequence[str]) -> RunConfig:
     """Return the run whose clips are encoded; ConfigError for a model without a recipe."""
     given = {"--recipe": recipe, "--config": str(config or ""), "--student.path": model}
-    given |= {f"--video.{name}": str(value) for name, value in video.items() if value}
     named = config is not None and config.is_file() and "method" in read_yaml(config)
     words = [word for flag, value in given.items() if value for word in (flag, value)]
     run = parse([*words, *([] if named else ["--method", method]), *settings])
@@ -164,6 +156,8 @@ def _write_videos(
     workers: int,
     strict: bool,
     out: Path,
+    *,
+    images: bool,
 ) -> None:
     done = written.captions()
     for video in videos:
@@ -186,8 +180,7 @@ def _write_videos(
                     progress.advance()
                     progress.note(f"skipped {clip}")
                 else:
-                    raw, embedding = codec.encode_raw(to_video(clip))[0], embeddings[video.caption]
-                    add_row(written, t2v_row(video.name, video.caption, raw, embedding, run.video), progress)
+                    add_row(written, _row(video, clip, embeddings[video.caption], codec, run, images=images), progress)
         finally:
             written.finish()
             written.write_skipped(skipped)
@@ -195,6 +188,18 @@ def _write_videos(
         if not done and not new:
             raise UserError(f"none of the {len(videos)} videos could be used: {out / SKIPPED} says why")
         summarise(progress, len(done) + new, "clip", out, new, len(skipped))
+
+
+def _row(
+    video: CaptionedVideo, clip: np.ndarray, embedding: Tensor, codec: Codec, run: RunConfig, *, images: bool
+) -> dict[str, object]:
+    """Return the row of a clip, of kind i2v with `images`."""
+    raw = codec.encode_raw(to_video(clip))[0]
+    row = t2v_row(video.name, video.caption, raw, embedding, run.video)
+    if not images:
+        return row
+    assert isinstance(codec, ImageEncoder)  # of a family with `image_tensors`
+    return row | image_columns(codec.encode_images([(Image.of(clip[0].copy()),)], tuple(raw.shape)))
 
 
 def _write_prompts(prompts: Sequence[str], written: ClipFolder, codec: Codec, out: Path) -> None:
