@@ -70,6 +70,7 @@ from unified_trainer.run.tracking.environment import environment
 
 ROUNDS = 3  # measured repetitions of a pass, of which the fastest counts
 LATENT_CHANNELS, TIME_STRIDE, SPACE_STRIDE = 16, 4, 8
+WARM = 6  # most training steps before the one that is measured
 GRACE = 20.0  # seconds that a section has to end the row that it measures
 START = "spawn"  # how its process starts: CUDA cannot be used after a fork
 QUADRATIC_TOKENS = 10_000  # beyond them the math kernel's matrix of all pairs does not fit
@@ -119,10 +120,10 @@ PAIR = "--algorithm.batch-size 1 --algorithm.micro-batch 1"
 MATCHING = f"{PAIR} --algorithm.student-every 1"  # one update of each role in every step
 # A method's step: its name, its flags at the small size and at the large one; None leaves that out.
 STEPS = {
-    "finetune": ("finetune", None, f"{PAIR} --data.path tiny"),
+    "dance_grpo": ("dance_grpo", f"{GROUPS} 4", f"{GROUPS} 2"),
     "dmd2, adapters": ("dmd2", None, f"{MATCHING} --student.adapter.rank 64 --critic.adapter.rank 64"),
     "dmd2": ("dmd2", None, MATCHING),
-    "dance_grpo": ("dance_grpo", f"{GROUPS} 4", f"{GROUPS} 2"),
+    "finetune": ("finetune", None, f"{PAIR} --data.path tiny"),
     "diffusion_nft": ("diffusion_nft", f"{GROUPS} 4", f"{GROUPS} 2"),
     "self_forcing": ("self_forcing", None, MATCHING),
 }
@@ -221,9 +222,11 @@ def backward(bench: Bench) -> None:
 def attention(bench: Bench) -> None:
     """Self-attention of one layer by kernel of torch; a forward pass of the network with each, and with others."""
     others = [kernel for kernel in OTHER_ATTENTION if _is_installed(bench, kernel)]
-    for video in (bench.scale.small, bench.scale.large):
+    sizes = (bench.scale.large, bench.scale.small)
+    for video in sizes:
         for kernel in _kernels(bench, video):
             bench.row("attention", f"{video}, one layer, {kernel}", lambda v=video, k=kernel: _attention(bench, v, k))
+    for video in sizes:
         for kernel in (*_kernels(bench, video), *others):
             with _attention_kernel(bench, kernel):
                 bench.row("attention", f"{video}, forward, {kernel}", _Passes(bench, video).forward)
@@ -257,7 +260,7 @@ def log_ratio(bench: Bench) -> None:
 
 
 SECTIONS = {f.__name__: f for f in (log_ratio, forward, attention, methods, backward, vae)}  # most useful first
-MINUTES = {"log_ratio": 1.5, "forward": 1.5, "attention": 1.0, "methods": 2.5, "backward": 1.5, "vae": 0.5}
+MINUTES = {"log_ratio": 2.0, "forward": 1.0, "attention": 1.0, "methods": 2.5, "backward": 1.5, "vae": 0.5}
 
 
 class _Passes:
@@ -370,24 +373,37 @@ def _run(bench: Bench, method: str, video: Video, flags: list[str]) -> Built:
 
 
 def _step(bench: Bench, method: str, video: Video, flags: list[str]) -> dict[str, Any]:
-    """Measure the second training step of a run, and the model calls of the third repeated without the trainer."""
+    """Measure a training step that compiles nothing, and the model calls of the next repeated without the trainer."""
     device, built = bench.mesh.device, _run(bench, method, video, flags)
     try:
-        built.trainer.step(0)
+        begun = time.monotonic()
+        step = _compiled(built)
+        warm = time.monotonic() - begun
         _forget_peak(device)
         meter = Meter(device)
         with meter.measure():
-            built.trainer.step(1)
+            built.trainer.step(step)
         phases = meter.seconds()
-        found = bench.rate(sum(phases.values()), meter.flops, meter.tokens)
+        found = bench.rate(sum(phases.values()), meter.flops, meter.tokens) | {"warm_seconds": warm}
         calls: list[Call] = []
         with recorded(calls):
-            recorded_step = seconds(device, lambda: built.trainer.step(2))
+            recorded_step = seconds(device, lambda: built.trainer.step(step + 1))
         bare = seconds(device, lambda: [call.repeat() for call in calls])
     finally:
         built.close()
     shares = {phase: spent / sum(phases.values()) for phase, spent in phases.items()}
     return found | {"calls": len(calls), "over_bare_calls": recorded_step / bare, "phases": shares}
+
+
+def _compiled(built: Built) -> int:
+    """Train until a step makes no graph, as steps differ in batch sizes; return the number of the next."""
+    counted = torch._dynamo.utils.counters["stats"]
+    for step in range(WARM):
+        before = counted["unique_graphs"]
+        built.trainer.step(step)
+        if counted["unique_graphs"] == before:
+            break
+    return step + 1
 
 
 def _log_ratio(bench: Bench, flags: list[str]) -> dict[str, Any]:
@@ -417,6 +433,7 @@ def _in_words(found: dict[str, Any]) -> str:
         "tokens_per_second": "{:.3g} tokens/s",
         "peak_gib": "peak {:.1f} GiB",
         "over_bare_calls": "{:.3f} of its calls alone",
+        "warm_seconds": "{:.0f} s of steps before it",
         "largest_log_ratio": "largest log-ratio {:.2g}",
         "clip_range": "clip range {:g}",
         "clipped_share": "{:.1%} of the transitions clipped",

@@ -12,7 +12,7 @@ from unified_trainer.tools.plan.hardware import DEVICES, read_hardware
 
 PAGE = Path(__file__).parent.parent / "docs" / "hardware.md"
 CAUSAL = ("wan2.1-1.3b", "wan2.1-14b", "wan2.1-i2v-14b", "wan2.2-a14b", "wan2.2-i2v-a14b", "wan2.2-ti2v-5b")
-OTHERS = ("hunyuanvideo-1.5", "qwen-image", "sd3.5-medium")
+OTHERS = ("hunyuanvideo-1.5", "hunyuanvideo-1.5-i2v", "ltx-video", "qwen-image", "sd3.5-medium")
 METHODS = ("finetune", "dmd2", "self_forcing", "dance_grpo", "diffusion_nft", "distill_rl")
 CARDS = ("H100", "H200", "A100", "B200", "RTX4090", "RTX5090")
 COUNTS = (1, 2, 4, 8)

@@ -1,5 +1,6 @@
 """What the test run itself checks of the product's calls: types, and shapes where a function names them."""
 
+import checking
 import jaxtyping
 import pytest
 import torch
@@ -19,6 +20,14 @@ def test_a_wrong_shape_is_an_error():
     check_finite(torch.zeros(1, 1, 1, 1, 1), "student")
     with pytest.raises(jaxtyping.TypeCheckError):
         check_finite(torch.zeros(1, 1, 1), "student")
+
+
+@pytest.mark.parametrize("turn", range(2))
+def test_the_first_calls_of_each_test_are_checked(turn):
+    for _ in range(checking.CALLS):
+        with pytest.raises(BeartypeCallHintViolation):
+            ParallelConfig(sequence="two")
+    assert ParallelConfig(sequence="two").sequence == "two"
 
 
 def test_without_checks_the_function_decides(unchecked):

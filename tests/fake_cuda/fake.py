@@ -1,23 +1,27 @@
 """A GPU that only has shapes: torch's CUDA build under FakeTensorMode, on a machine with or without a GPU.
 
-Devices, dtypes and the choice of operations are those of CUDA. No value exists, so that reading one is an error. The
-backward pass asks CUDA for its devices and streams: driver.c answers, which must be preloaded.
+Devices, dtypes and the choice of operations are those of CUDA. No value exists, so that reading one is an error outside
+of `Reading`. The backward pass asks CUDA for its devices and streams: driver.c answers, which must be preloaded.
 """
 
+import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from unified_trainer.models import masked_attention
+import unified_trainer
+from unified_trainer.models import joint_model, masked_attention
 
 with warnings.catch_warnings():  # of torch about itself
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -27,6 +31,7 @@ with warnings.catch_warnings():  # of torch about itself
     from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode, Scheduler
 
 CUDA = torch.device("cuda", 0)
+SCALARS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
 H100 = SimpleNamespace(  # what Inductor asks the driver for
     name="NVIDIA H100",
     major=9,
@@ -45,21 +50,81 @@ H100 = SimpleNamespace(  # what Inductor asks the driver for
 @contextmanager
 def fake_cuda() -> Iterator[None]:
     """New tensors have no memory, and devices "cuda" are there."""
-    with pytest.MonkeyPatch.context() as patches, FakeTensorMode():
+    with pytest.MonkeyPatch.context() as patches, FakeTensorMode(allow_non_fake_inputs=True):
         patches.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
         patches.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
         patches.setattr(masked_attention, "scaled_dot_product_attention", _attention)
-        patches.setattr(torch.nn.functional, "scaled_dot_product_attention", _autocast)
+        for module in (joint_model, torch.nn.functional):
+            patches.setattr(module, "scaled_dot_product_attention", _autocast)
+        patches.setattr(torch.cuda, "Event", Moment)
         for name in ("tensor", "as_tensor"):
             patches.setattr(torch, name, _from_cpu(getattr(torch, name)))
+        patches.setattr(torch.Tensor, "new_tensor", _like)
         patches.setattr(torch._C, "_select_conv_backend", lambda *_, **__: torch._C._ConvBackend.Cudnn)
         patches.setattr(torch.cuda, "is_available", lambda: False)  # nothing is allocated on the device of driver.c
         yield
 
 
+class Reading(TorchDispatchMode):
+    """Inside `fake_cuda`: tensors of the CPU have memory, and numbers that are read from the GPU are made up.
+
+    `reads` counts by file of the package what the program waited for. Truth values are true, integers 1, and other
+    numbers random.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        place = kwargs.get("device") and torch.device(kwargs["device"]).type
+        there = any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs)))
+        copies = operation is torch.ops.aten._to_copy.default
+        if copies and place == "cuda" and not there:
+            return torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=CUDA)
+        reads = there and (
+            operation in SCALARS
+            or (copies and place == "cpu")
+            or (operation is torch.ops.aten.copy_.default and not isinstance(args[0], FakeTensor))
+        )
+        if (there or place == "cuda") and not reads:
+            return operation(*args, **kwargs)
+        with unset_fake_temporarily():
+            return operation(*map(self._read, args), **kwargs) if reads else operation(*args, **kwargs)
+
+    def _read(self, value: Any) -> Any:
+        """Make up the values of a tensor of the GPU."""
+        if not isinstance(value, FakeTensor):
+            return value
+        frame, package = sys._getframe(1), Path(unified_trainer.__file__).parent
+        while package not in Path(frame.f_code.co_filename).parents:
+            frame = frame.f_back
+        self.reads[str(Path(frame.f_code.co_filename).relative_to(package))] += 1
+        draw = torch.rand if value.is_floating_point() else torch.ones
+        return draw(value.shape, dtype=value.dtype)
+
+
+class Moment:
+    """Stands for an event in a queue of the GPU."""
+
+    def __init__(self, **_: object) -> None: ...
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, _other: "Moment") -> float:
+        return 1.0
+
+
 def _from_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Make a tensor of numbers on the CPU before it goes to a device: torch would make it on a real one."""
     return lambda data, *, device=None, **options: make(data, **options).to(device)
+
+
+def _like(tensor: torch.Tensor, data: Any) -> torch.Tensor:
+    return torch.tensor(data, dtype=tensor.dtype, device=tensor.device)
 
 
 def _attention(

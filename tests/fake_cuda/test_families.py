@@ -9,14 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import QwenImageTransformer2DModel, SD3Transformer2DModel, WanTransformer3DModel
+from diffusers import (
+    HunyuanVideo15Transformer3DModel,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    WanTransformer3DModel,
+)
 
-if torch.version.cuda is None:
-    pytest.skip("needs the CUDA build of torch: make fake-cuda", allow_module_level=True)
+if not torch.cuda.is_available():
+    pytest.skip("needs the CUDA build of torch and a driver: make fake-cuda", allow_module_level=True)
 
 from fake import CUDA, Kernels, fake_cuda, moved
 
 from unified_trainer.basics.types import Condition
+from unified_trainer.models.hunyuan15.codec import GLYPHS
+from unified_trainer.models.hunyuan15.model import Hunyuan15Model
 from unified_trainer.models.qwen_image.model import QwenImageModel
 from unified_trainer.models.sd3.model import SD3Model
 from unified_trainer.models.wan.configs import CLIP_TOKENS
@@ -91,6 +98,14 @@ CASES = {
         {"text": (333, 4096), "pooled": (2048,)},
         LAYERS + 1,
     ),
+    "HunyuanVideo-1.5": Case(
+        HunyuanVideo15Transformer3DModel,
+        Hunyuan15Model,
+        PUBLISHED["hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"].transformer,
+        (32, 31, 30, 52),
+        {"text": (1000, 3584), "text_mask": (1000,), "glyphs": (GLYPHS, 1472), "glyphs_mask": (GLYPHS,)},
+        LAYERS + 2,  # with those of the text's refiner
+    ),
 }
 
 
@@ -129,6 +144,7 @@ def test_an_update_of_all_weights_stays_on_the_device(name):
         with Kernels() as seen:
             Learner("student", weights, role.config).step(1.0)
     assert {(one.device, one.dtype) for one in gradients.values()} == {(CUDA, torch.float32)}
-    # In the last block of joint attention nothing reads the text that it returns.
-    assert all(key.startswith(f"transformer_blocks.{LAYERS - 1}.") for key in weights.keys() - gradients.keys())
+    # In the last block of joint attention nothing reads the text that it returns; a text comes without an image.
+    unread = (f"transformer_blocks.{LAYERS - 1}.", "image_embedder.")
+    assert all(key.startswith(unread) for key in weights.keys() - gradients.keys())
     assert seen.updates == 1

@@ -4,8 +4,8 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-if torch.version.cuda is None:
-    pytest.skip("needs the CUDA build of torch: make fake-cuda", allow_module_level=True)
+if not torch.cuda.is_available():
+    pytest.skip("needs the CUDA build of torch and a driver: make fake-cuda", allow_module_level=True)
 
 from fake import CUDA, Fused, Kernels, fake_cuda, moved
 

@@ -1,6 +1,7 @@
 """Roles with compiled blocks and without: `compiled.py FILE`; pytest's hooks would be compiled too.
 
-FILE gets the gradients of both, and JSON beside it the graphs of each training step and the bytes that autograd keeps.
+FILE gets the gradients of both, the velocities of both in bf16 with Inductor's kernels, and JSON beside it the graphs
+of each training step and the bytes that autograd keeps.
 """
 
 import json
@@ -119,6 +120,11 @@ def main() -> None:
             name = f"{case}/{'compiled' if compile else 'plain'}"
             found |= {f"{name}/{key}": p.grad for key, p in student.weights.items() if p.grad is not None}
             said[name] = {"graphs": graphs, "kept": sum(kept.values())}
+    blocks.BACKEND = "inductor"
+    for compile in (False, True):
+        student, _ = roles_of("rounded", compile)
+        with torch.no_grad():
+            found[f"inductor/{'compiled' if compile else 'plain'}"] = student.velocity(x, SIGMA, cond).contiguous()
     save_file(found, sys.argv[1])
     Path(sys.argv[1]).with_suffix(".json").write_text(json.dumps(said))
 

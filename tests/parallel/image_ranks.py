@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from helpers import ALONE, CAPTIONS, CPU
 from hunyuan15_folder import hunyuan15_folder
 from i2v_folder import i2v_folder
+from ltx_folder import ltx_folder
 from qwen_image_folder import qwen_image_folder
 from sd3_folder import sd3_folder
 from ti2v_folder import ti2v_folder
@@ -32,6 +33,7 @@ from unified_trainer.data.loader import make_batch
 from unified_trainer.models.base import Family
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.hunyuan15.family import HUNYUAN15
+from unified_trainer.models.ltx.family import LTX
 from unified_trainer.models.qwen_image.family import QWEN_IMAGE
 from unified_trainer.models.sd3.family import SD3
 from unified_trainer.models.wan.family import WAN
@@ -49,6 +51,16 @@ class Kind:
     size: tuple[int, int, int]  # frames, height, width: two ranks share an odd number of tokens
     first: str  # part of the name of a weight that makes tokens
     images: bool = False
+    compiled: bool = True
+
+    @property
+    def cases(self) -> tuple[str, ...]:
+        """Networks of joint attention are compiled on one rank in tests/models."""
+        return (
+            "shared",
+            *(("shared and compiled",) if self.compiled else ()),
+            *(("compiled",) if self.family is WAN else ()),
+        )
 
 
 KINDS = {
@@ -56,7 +68,9 @@ KINDS = {
     "i2v": Kind(WAN, partial(i2v_folder, clip=True), (9, 64, 64), "patch_embedding", images=True),
     "qwen-image": Kind(QWEN_IMAGE, qwen_image_folder, (1, 48, 48), "img_in"),
     "sd3": Kind(SD3, sd3_folder, (1, 48, 48), "pos_embed"),
-    "hunyuan15": Kind(HUNYUAN15, hunyuan15_folder, (9, 48, 16), "x_embedder"),
+    "hunyuan15": Kind(HUNYUAN15, partial(hunyuan15_folder, image=True), (9, 48, 16), "x_embedder", images=True),
+    "ltx": Kind(LTX, ltx_folder, (17, 96, 32), "proj_in", images=True),  # times of each token
+    "ltx of text": Kind(LTX, ltx_folder, (17, 32, 32), "proj_in", compiled=False),
 }
 
 
@@ -95,13 +109,12 @@ def work(root: Path) -> None:
     warnings.simplefilter("ignore")  # of Dynamo about itself
     blocks.BACKEND = "aot_eager"
     mesh, tensors = Mesh.join("cpu", ParallelConfig(sequence=2)), {}
-    for kind in KINDS:
-        cases = {"shared": (mesh, False), "shared and compiled": (mesh, True)}
-        if mesh.is_main:
-            cases["compiled"] = ALONE, True
-        for case, (where, compile) in cases.items():
-            values = found(root / kind, where, compile=compile)
-            tensors |= {f"{kind}/{case}/{key}": value for key, value in values.items()}
+    for name, kind in KINDS.items():
+        for case in kind.cases:
+            if mesh.is_main or case.startswith("shared"):
+                where = mesh if case.startswith("shared") else ALONE
+                values = found(root / name, where, compile=case.endswith("compiled"))
+                tensors |= {f"{name}/{case}/{key}": value for key, value in values.items()}
     if mesh.is_main:
         save_file({key: value.contiguous() for key, value in tensors.items()}, root / "tensors.safetensors")
     mesh.barrier()

@@ -1,23 +1,15 @@
 """Starts the ranks of a test; they may abort at interpreter exit, so what they wrote is what counts."""
 
-import contextlib
 import faulthandler
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 
 import jaxtyping
-from helpers import REPO
+from helpers import REPO, free_port
 from warm_ray import quick_ranks
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def fork_ranks(count: int, work: Callable[..., None], *arguments: object) -> None:

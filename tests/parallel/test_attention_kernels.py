@@ -1,5 +1,7 @@
 """Which kernels of unmasked attention a run tries, and in which order."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from helpers import run
@@ -11,7 +13,7 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.parallel import device as device_module
 from unified_trainer.parallel.device import attention_order, use_attention
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
 
@@ -46,23 +48,34 @@ def test_the_chosen_kernel_runs(choice, flash):
 
 
 @pytest.mark.parametrize(
-    ("choice", "generation", "order"),
+    ("choice", "order"),
     [
-        ("auto", 8, ""),
-        ("auto", 9, "cudnn flash efficient math"),
-        ("auto", 10, "cudnn flash efficient math"),
-        ("flash", 9, "flash cudnn efficient math"),
-        ("efficient", 8, "efficient cudnn flash math"),
-        ("math", 9, "math"),
-        ("flash_3", 9, "flash_3 cudnn flash efficient math"),
-        ("sage", 8, "sage"),
+        ("auto", ""),
+        ("cudnn", "cudnn flash efficient math"),
+        ("flash", "flash cudnn efficient math"),
+        ("efficient", "efficient cudnn flash math"),
+        ("math", "math"),
+        ("flash_3", "flash_3"),
     ],
 )
-def test_order_by_generation(monkeypatch, choice, generation, order):
+def test_order_on_cuda(monkeypatch, choice, order):
     """The other kernels follow the chosen one, which does not support every call; `math` allows no other."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (generation, 0))
     monkeypatch.setattr(device_module, "_check_other", lambda choice: None)
-    assert attention_order(choice, torch.device("cuda")) == order.split()
+    assert attention_order(choice, CUDA) == order.split()
+
+
+@pytest.mark.parametrize("choice", ["flash", "math"])
+def test_torch_does_not_set_its_own_order_later(monkeypatch, choice):
+    """It does so when it first chooses a kernel on CUDA, where an H200 then ignored the order that a run had set."""
+    made, empty, done = [], torch.empty, []
+    monkeypatch.setattr(torch, "empty", lambda *shape, device, dtype: made.append(device) or empty(*shape, dtype=dtype))
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *inputs: done.append("torch"))
+    monkeypatch.setattr(device_module, "sdpa_kernel", lambda order, set_priority: done.append(order) or nullcontext())
+    use_attention(choice, CUDA)
+    assert made == [CUDA] and done == [
+        "torch",
+        [device_module.ATTENTION[name] for name in attention_order(choice, CUDA)],
+    ]
 
 
 @pytest.mark.parametrize(

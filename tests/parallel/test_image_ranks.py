@@ -44,7 +44,8 @@ def assert_equal(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert_near(below(ours, "gradients/"), gradients, 1e-5)
 
 
-@pytest.mark.parametrize("case", ["compiled", "shared", "shared and compiled"])
-@pytest.mark.parametrize("kind", image_ranks.KINDS)
+@pytest.mark.parametrize(
+    ("kind", "case"), [(name, case) for name, kind in image_ranks.KINDS.items() for case in kind.cases]
+)
 def test_a_student_with_images_has_the_gradients_of_eager_on_one_rank(one, two, kind, case):
     assert_equal(below(two, f"{kind}/{case}/"), one[kind], image_ranks.KINDS[kind].first)

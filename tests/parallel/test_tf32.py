@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from helpers import CPU, SMALL, flags, shell
+from helpers import ALONE, SMALL, flags, shell
 
 from unified_trainer.__main__ import main
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
@@ -42,7 +42,7 @@ def test_torchs_own_default_is_the_default():
 
 
 def test_a_worker_takes_that_of_its_run():
-    _in_worker(parse([*SMALL["dance_grpo"], "--parallel.tf32", "none"]), CPU)
+    _in_worker(parse([*SMALL["dance_grpo"], "--parallel.tf32", "none"]), ALONE)
     assert flags_of_torch() == (False, False)
 
 

@@ -40,7 +40,7 @@ def other_flag(folder: Path, rank: int) -> int:
 
 
 def other_version(folder: Path, rank: int) -> int:
-    train.version = lambda name: f"{name} {rank}"
+    train.version_of = lambda name: f"{name} {rank}"
     return training()(folder, rank)
 
 

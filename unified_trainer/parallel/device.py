@@ -34,6 +34,7 @@ BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl", "cpu": "gl
 # Attention of torch_npu by name: these operations exist only where it is installed.
 NPU_ATTENTION = ("npu::npu_fusion_attention", "npu::npu_fusion_attention_v2", "npu::npu_fusion_attention_v3")
 RAY_RESOURCES = {"cuda": "GPU", "npu": "NPU"}  # names by which Ray counts devices; it does not count a CPU as one
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")  # variables that number devices
 # Of the compiler that torch.compile calls for devices of a kind: an environment variable, and its usual names.
 COMPILERS = {"cpu": ("CXX", ("g++",)), "cuda": ("CC", ("gcc", "clang"))}
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # variables with its settings; the first one counts
@@ -146,19 +147,18 @@ def attention_order(choice: Attention, device: torch.device) -> Sequence[str]:
     """Return the kernels of unmasked attention by name, to be tried in this order; none for torch's own order.
 
     The first that supports a call's precision, shape and mask computes it: the text encoder and the VAE in float32 need
-    another one than a transformer in bf16. `auto` prefers cuDNN on Hopper and Blackwell, where it is the fastest
-    (pytorch issue 142132). A kernel of another package is first for passes in bf16 without gradient, and left out
-    elsewhere. UserError for a kernel that the device cannot have or that is not installed.
+    another one than a transformer in bf16. `auto` is torch's order, which begins with cuDNN's kernel on Hopper and
+    Blackwell if cuDNN is newer than 9.15. A kernel of another package computes passes in bf16 without gradient, and
+    torch's order the others. UserError for a kernel that the device cannot have or that is not installed.
     """
+    if choice == "auto":
+        return []
     if choice == "math":
         return ["math"]
     if choice in OTHER_ATTENTION and device.type == "cuda":
         _check_other(choice)
-        return [choice, *attention_order("auto", device)]
+        return [choice]
     here = ["flash", "math"] if device.type == "cpu" else ["cudnn", "flash", "efficient", "math"]
-    if choice == "auto":
-        newer = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-        return here if newer else []
     if choice not in here or device.type not in ("cpu", "cuda"):
         raise UserError(f"parallel.attention {choice} does not run on {device.type}: leave it at auto")
     return [choice, *(name for name in here if name != choice)]
@@ -166,13 +166,21 @@ def attention_order(choice: Attention, device: torch.device) -> Sequence[str]:
 
 def use_attention(choice: Attention, device: torch.device) -> None:
     """Let scaled_dot_product_attention try kernels in `attention_order`, in the whole process, until the next call."""
-    order = [name for name in attention_order(choice, device) if name in ATTENTION]
+    order = [ATTENTION[name] for name in attention_order(choice, device) if name in ATTENTION]
     _chosen_attention.close()
     _chosen_other.clear()
     if choice in OTHER_ATTENTION:
         _chosen_other[device.type] = OTHER_ATTENTION[choice]
     if order:
-        _chosen_attention.enter_context(sdpa_kernel([ATTENTION[name] for name in order], set_priority=True))
+        _let_torch_choose(device)
+        _chosen_attention.enter_context(sdpa_kernel(order, set_priority=True))
+
+
+def _let_torch_choose(device: torch.device) -> None:
+    """Let torch choose a kernel: the first time that it does on CUDA it sets its own order, over one set before."""
+    if device.type == "cuda":
+        query = torch.empty(1, 1, 1, 64, device=device, dtype=torch.bfloat16)
+        torch._fused_sdp_choice(query, query, query)
 
 
 def other_attention(device: torch.device) -> str:

@@ -217,6 +217,26 @@ def _hands_on(weight: Tensor, mesh: Mesh) -> bool:
     return weight.to_local().numel() > 0 and not any(number for axis, number in where if axis.is_replicate())
 
 
+def held_rows(weight: Tensor, first: int, count: int) -> range:
+    """Return which of `count` rows of a weight this rank holds, as numbers in the whole weight; `first` come before.
+
+    A scalar is one row.
+    """
+    own, held = first_row(weight), [*to_local(weight).shape, 1][0]
+    begin = max(first, own)
+    return range(begin, max(begin, min(first + count, own + held)))
+
+
+def copy_rows(rows: Tensor, first: int, weight: Tensor) -> int:
+    """Copy rows of a weight, `first` of which come before, where this rank holds them; return how many elements."""
+    own = to_local(weight)
+    if own.dim():
+        held, before = held_rows(weight, first, len(rows)), first_row(weight)
+        own, rows = own[held.start - before : held.stop - before], rows[held.start - first : held.stop - first]
+    own.copy_(rows)
+    return rows.numel()
+
+
 def cpu_copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies of this rank's part of the weights in CPU memory."""
     return {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}

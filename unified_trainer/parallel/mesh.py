@@ -49,9 +49,9 @@ class ParallelConfig:
     offload: bool = False
     """Keep weights and optimizer state in CPU memory, copied to the device block by block."""
     attention: Attention = "auto"
-    """Kernel of unmasked attention that is tried first; `auto` takes cuDNN's on Hopper and Blackwell, and torch's own
-    choice elsewhere. flash_3, flash_4 and sage are FlashAttention 3 and 4 and SageAttention, which must be installed,
-    and compute passes in bf16 without gradient; sage is refused for methods that train on rewards of their samples."""
+    """Kernel of unmasked attention that is tried first; `auto` is torch's own choice. flash_3, flash_4 and sage are
+    FlashAttention 3 and 4 and SageAttention, which must be installed, and compute passes in bf16 without gradient; sage
+    is refused for methods that train on rewards of their samples."""
     tf32: TF32 = "convolutions"
     """Float32 operations that round their inputs to TF32 (10 bits of mantissa) on a GPU, which is faster: none;
     convolutions, such as those of a VAE in fp32, which is torch's default; or all, with matrix products."""
@@ -246,7 +246,7 @@ class Mesh:
             dist.barrier(group=self.control_group)
 
 
-def peer_lost(error: RuntimeError) -> bool:
+def peer_lost(error: Exception) -> bool:
     """Return whether a collective failed because another rank has ended."""
     lost = ("Connection closed by peer", "Connection reset by peer", "remote process exited", "Broken pipe")
     return isinstance(error, dist.DistError) or any(words in str(error) for words in lost)

@@ -2,8 +2,11 @@
 
 import functools
 import inspect
+import logging
 import os
 import shutil
+import signal
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
@@ -58,6 +61,20 @@ def _compilers(kind: str) -> Sequence[str]:
     return (os.environ[variable],) if variable in os.environ else usual
 
 
+def start_compilers() -> None:
+    """Start the processes of Inductor's compilers for accelerators with SIGTERM and SIGHUP blocked; torch ends them.
+
+    Both signals may go to all processes of a run, and torch waits forever for compilers that have ended.
+    """
+    from torch._inductor.async_compile import maybe_warm_pool  # seconds, for compiled blocks alone
+
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGHUP])
+    try:
+        maybe_warm_pool()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+
+
 def prepare_blocks(
     blocks: Sequence[nn.Module],
     recompute: Recompute,
@@ -72,6 +89,8 @@ def prepare_blocks(
     `failed` gets the reason once and all blocks run uncompiled from there on; without `failed` this is a UserError.
     """
     graphs = _Graphs(failed)
+    if compiled_inputs is not None and BACKEND == "inductor":
+        start_compilers()
     for place, block in enumerate(blocks):
         how = recompute.of(place)
         if compiled_inputs is not None:
@@ -130,10 +149,15 @@ class _Graphs:
 
         What is recomputed in part must be so inside of the graph: a compiled function is one operation, and what its
         backward pass needs is not seen from outside. What is recomputed as a whole is a graph that runs twice. The
-        backward pass is compiled with the forward pass, so that all failures are in a forward pass.
+        backward pass is compiled with the forward pass, so that all failures are in a forward pass. Fused kernels round
+        where the uncompiled block does: else a pass with gradient, which is cut into other kernels, gives other
+        velocities in bf16 than one without, and a replay other log-densities than its rollout.
         """
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)  # "context_fn is passed"
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # parallel.tf32 decides
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
         torch._functorch.config.force_non_lazy_backward_lowering = True
+        torch._inductor.config.emulate_precision_casts = True
         inner = _kept_products(forward) if how == "selective" else forward
         graph = torch.compile(inner, fullgraph=True, dynamic=False, backend=BACKEND)
         uncompiled = _recomputed(forward, how, adapter) if how == "selective" else forward

@@ -7,12 +7,12 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from unified_trainer.basics.own_files import no_follow
 from unified_trainer.basics.secrets import masked
+from unified_trainer.basics.versions import version_of
 from unified_trainer.parallel.device import device_name, driver_versions
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.run.settings.run_paths import ENVIRONMENT, FOLDER
@@ -40,7 +40,7 @@ def environment(argv: Sequence[str], seed: int, step: int, mesh: Mesh) -> dict[s
         "device": device_name(mesh.device),
         "ranks": mesh.size,
         "mesh": str(mesh),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+        "versions": {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
         | driver_versions(),
         "git": checkout(PACKAGE),
     }
