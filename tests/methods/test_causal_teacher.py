@@ -19,7 +19,7 @@ from helpers import (
     FEW_STEPS,
     WAN,
     Calls,
-    Recording,
+    RecordingStudent,
     assert_near,
     checkpoint_of,
     flags,
@@ -39,10 +39,9 @@ from unified_trainer.methods.consistency import Consistency, ConsistencyConfig
 from unified_trainer.methods.ode_init import ODEInit, ODEInitConfig
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import sigma_table
-from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.causal import CausalFrozen, CausalStudent, CausalWeightCopy
+from unified_trainer.roles.causal import CausalFrozen
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.run.plan.plan import check
 from unified_trainer.run.settings.command_line import parse
@@ -55,16 +54,10 @@ SAMPLER = dataclasses.replace(FEW_STEPS, chunks=CHUNKS)
 ODE = ODEInitConfig(batch_size=2, micro_batch=2, guidance_scale=3.0, teacher_steps=3, causal_teacher=True)
 CD = ConsistencyConfig(batch_size=2, micro_batch=2, guidance_scale=3.0, teacher_steps=6, huber=0.1)
 KEPT = TrainableConfig(max_grad_norm=0.0)
-MOVING = TrainableConfig(learning_rate=1e-2)
 
 
-class RecordingStudent(Recording, CausalStudent):
-    """A causal student that keeps its gradients."""
-
-
-def student_of(*, moves: bool = False) -> RecordingStudent:
-    backbone = Backbone(small_causal(), ALONE, trained=True)
-    return RecordingStudent("student", backbone, MOVING if moves else KEPT, moves=moves)
+def student_of() -> RecordingStudent:
+    return RecordingStudent("student", Backbone(small_causal(), ALONE, trained=True), KEPT)
 
 
 def teacher_of() -> CausalFrozen:
@@ -83,21 +76,15 @@ def no_prompts(count: int):
     return no_prompt().map(lambda text: text.expand(count, -1, -1))
 
 
-def consistency(*, moves: bool = False, silent: bool = False, **changes) -> Trainer:
-    config, student = dataclasses.replace(CD, **changes), student_of(moves=moves)
+def consistency(*, silent: bool = False, **changes) -> Trainer:
+    config, student = dataclasses.replace(CD, **changes), student_of()
     if silent:
         torch.nn.init.zeros_(student.network.proj_out.weight)
         torch.nn.init.zeros_(student.network.proj_out.bias)
-    copies = {}
-    if config.target_decay:
-        target = CausalWeightCopy("target", Backbone(small_causal(3), ALONE), TrainableConfig())
-        copies = {"target": (target, "student")}
-    method = Consistency(
-        config, SAMPLER, student=student, teacher=teacher_of(), target=copies["target"][0] if copies else None
-    )
+    method = Consistency(config, SAMPLER, student=student, teacher=teacher_of())
     clips = Clips(tuple(CAPTIONS[i % 3] for i in range(8)), random_latents(8, 7))
     loader = Loader(clips, tiny_codec(), config.plan(), SHAPE, "", 0, ALONE)
-    return Trainer(method, {"student": student}, loader, ALONE, copies=copies, seed=0)
+    return Trainer(method, {"student": student}, loader, ALONE, seed=0)
 
 
 # The ODE of a causal teacher.
@@ -169,17 +156,15 @@ def levels_of(rng: Streams) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.tensor(side, dtype=torch.float64).T for side in both)
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.5])
-def test_the_loss_is_the_distance_of_two_predictions_given_the_clean_chunks(decay):
+def test_the_loss_is_the_distance_of_two_predictions_given_the_clean_chunks():
     """Sample by sample and chunk by chunk, over KV caches of the clean chunks; d as in test_consistency.py."""
-    one, batch, rng = consistency(target_decay=decay), batch_of(), Streams(3, 0)
+    one, batch, rng = consistency(), batch_of(), Streams(3, 0)
     student, teacher, c = one.roles["student"], one.method.teacher, CD.huber
     noise, (sigmas, nexts) = rng.noise("noise", [0, 1], SHAPE), levels_of(rng)
     total = 0.0
     for row in range(2):
         cond = batch.cond.take([row])
-        roles = {"c": (teacher, cond), "u": (teacher, no_prompt()), "s": (student, cond)}
-        roles["t"] = (one.method.target or student, cond)
+        roles = {"c": (teacher, cond), "u": (teacher, no_prompt()), "s": (student, cond), "t": (student, cond)}
         caches = {key: role.open_cache(at, at, CHUNKS, 1.0, sigmas[0]) for key, (role, at) in roles.items()}
         for i, (start, stop) in enumerate(RANGES):
             clean, sigma, sigma_next = batch.latents[row : row + 1, :, start:stop], sigmas[row, i], nexts[row, i]
@@ -223,20 +208,6 @@ def test_the_gradient_does_not_depend_on_the_micro_batch():
     assert_near(split.roles["student"].gradients[0], whole.roles["student"].gradients[0])
 
 
-@pytest.mark.parametrize("micro_batch", [1, 4])
-def test_the_target_is_an_average_that_moves_once_a_step(micro_batch):
-    one = consistency(batch_size=4, micro_batch=micro_batch, target_decay=0.75, moves=True)
-    target, student = one.method.target, one.roles["student"]
-    target.update_from(student)
-    expected = {key: full(p.detach()).clone() for key, p in target.weights.items()}
-    for step in range(2):
-        one.step(step)
-        for key, p in student.weights.items():
-            expected[key] = 0.75 * expected[key] + 0.25 * full(p.detach())
-    assert_near({key: full(p.detach()) for key, p in target.weights.items()}, expected)
-    assert not torch.equal(target.weights["proj_out.bias"], student.weights["proj_out.bias"])
-
-
 # Whole runs.
 
 SMALL = {"recipe": "tiny", "validate-every": 0, "student.learning-rate": 1e-3, "sampler.chunks.chunk-frames": 1}
@@ -245,7 +216,7 @@ FEW_FRAMES = ["--video.frames", "5", "--video.height", "32", "--video.width", "3
 ODE_RUN = ["--algorithm.causal-teacher", "--algorithm.teacher-steps", "2", "--sampler.num-steps", "2"]
 RUNS = {
     "ode_init": ODE_RUN + FEW_FRAMES,
-    "consistency": ["--algorithm.target-decay", "0.5", "--data.num-clips", "6"],
+    "consistency": ["--data.num-clips", "6"],
 }
 
 
@@ -255,17 +226,12 @@ def words_of(method: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_resumed_run_is_the_run_without_a_stop(tmp_path):
-    """With the average of the student's weights, which is part of a checkpoint."""
     for name, steps in (("whole", "2"), ("part", "1")):
         assert main([*words_of("consistency"), "--output", str(tmp_path / name), "--steps", steps]) == 0
     assert main(["--resume", str(tmp_path / "part"), "--steps", "2"]) == 0
     assert metrics_of(tmp_path / "part") == metrics_of(tmp_path / "whole")
     one, other = (checkpoint_of(tmp_path / name, 2) for name in ("whole", "part"))
-    assert (
-        any(key.startswith("target/") for key in one)
-        and one.keys() == other.keys()
-        and all(torch.equal(one[key], other[key]) for key in one)
-    )
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 @pytest.mark.ranks

@@ -2,9 +2,12 @@
 
 import dataclasses
 import itertools
+import json
 
 import pytest
 import torch
+from diffusers import DiffusionPipeline
+from diffusers.utils import dynamic_modules_utils
 from forked import program
 from helpers import (
     ALONE,
@@ -28,6 +31,7 @@ from i2v_folder import i2v_folder
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import Loader
 from unified_trainer.methods.flow_map import FlowMap, FlowMapConfig, mean_flow_target
 from unified_trainer.models.flow_map import end_of, ending_at
@@ -40,6 +44,8 @@ from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.run.trainer import Trainer
 from unified_trainer.sampling.solver import SamplerConfig, generate
+from unified_trainer.tools.load_run import load_role
+from unified_trainer.tools.sample.sample import videos
 
 LAYER = "student/weights/condition_embedder.span_proj.weight"
 SHAPE = (2, 1, 2, 2)  # of one sample of the tests by formula
@@ -295,7 +301,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path, rank):
 
 
 @pytest.mark.slow
-def test_a_policy_starts_from_a_flow_map_which_is_validated_in_one_step_and_not_exported(tmp_path, capsys):
+def test_a_policy_starts_from_a_flow_map_which_is_validated_in_one_step(tmp_path):
     flow = RUN | {"validation.sampler.num-steps": 1, "validation.num-samples": 2, "validate-every": 1, "steps": 1}
     assert main(flags(flow | {"output": tmp_path / "flow"})) == 0
     assert "validation/reward" in metrics_of(tmp_path / "flow")[-1]
@@ -307,8 +313,35 @@ def test_a_policy_starts_from_a_flow_map_which_is_validated_in_one_step_and_not_
     assert update["train/log_ratio_abs_max"] == 0 and update["train/kl"] == 0  # rollout, replay and reference agree
     before, after = (checkpoint_of(tmp_path / name, 1)[LAYER] for name in ("flow", "policy"))
     assert not torch.equal(before, after)
-    assert main(["export", str(tmp_path / "flow"), str(tmp_path / "out")]) == 2
-    assert "is a flow map, which diffusers cannot sample" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_export_makes_the_videos_of_sample_and_is_trained_on(tmp_path, monkeypatch, capsys, rank):
+    """pipeline.py adds the layer, for steps of both solvers; a role that is no flow map refuses the folder."""
+    monkeypatch.setattr(dynamic_modules_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    run, out = tmp_path / "run", tmp_path / "out"
+    learnt = RUN | {"student.learning-rate": 1e-2, "student.adapter.rank": rank, "sampler.num-steps": 2}
+    assert main(flags(learnt | {"output": run})) == 0
+    assert main(["export", str(run), str(out)]) == 0
+    pipeline = DiffusionPipeline.from_pretrained(out, custom_pipeline="pipeline", trust_remote_code=True)
+    sampler = pipeline.load_sampler(out)
+    assert sampler.flow_map and "drops the layer" in json.loads((out / "unified_trainer.json").read_text())["how"]
+    loaded = load_role(str(run), "student", None, ALONE, causal=True)
+    for solver in ("ode", "sde"):
+        own = dataclasses.replace(loaded.run.sampler, solver=solver)
+        one = dataclasses.replace(loaded, run=dataclasses.replace(loaded.run, sampler=own))
+        ours = torch.cat(list(videos(one, [Request("a red circle")], 5, 1)))
+        pipeline.sampler = dataclasses.replace(sampler, solver=solver)
+        theirs = pipeline("a red circle", generator=torch.Generator().manual_seed(5), output_type="pt").frames
+        torch.testing.assert_close(theirs.transpose(1, 2), ours, rtol=0, atol=2e-5 if rank else 0)
+    if rank:
+        return
+    again = RUN | {"student.path": out, "teacher.path": "tiny", "steps": 1, "output": tmp_path / "again"}
+    assert main(flags(again)) == 0
+    assert main(flags(RUN | {"student.path": out, "output": tmp_path / "refused"})) == 2
+    assert "holds a flow map (span_proj): set flow_map of the role that opens it" in capsys.readouterr().err
 
 
 @pytest.mark.ranks

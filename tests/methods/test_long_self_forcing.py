@@ -7,63 +7,36 @@ import dataclasses
 
 import pytest
 import torch
+from chunk_world import CHUNKS, FRAMES, KNOWN, SAMPLER, trainer_of
 from forked import program
 from helpers import (
-    ALONE,
-    CAPTIONS,
     FEW_STEPS,
     Calls,
-    Recording,
-    RecordingCritic,
     assert_one_training,
     assert_same,
     checkpoint_of,
     cut_off,
     flags,
     setup_of,
-    small_model,
     small_pipeline,
     tiny_codec,
 )
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.requests import Request
-from unified_trainer.data.loader import Loader
-from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.long_self_forcing import LongSelfForcing, LongSelfForcingConfig
 from unified_trainer.methods.self_forcing import SelfForcing, SelfForcingConfig
-from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.random import Streams
-from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.causal import CausalStudent
-from unified_trainer.roles.role import Frozen, RoleConfig, TrainableConfig
 from unified_trainer.run.trainer import Trainer
+from unified_trainer.sampling.solver import SamplerConfig
 
-FRAMES, KNOWN = 9, 3
-CHUNKS = ChunkConfig(chunk_frames=2, independent_first_frame=True)
-SAMPLER = dataclasses.replace(FEW_STEPS, chunks=CHUNKS)
 CONFIG = LongSelfForcingConfig(batch_size=2, micro_batch=1, student_every=1, teacher_frames=KNOWN)
 ENDS = (3, 5, 7, 9)
 
 
-class RecordingStudent(Recording, CausalStudent):
-    """A causal student that keeps its gradients."""
-
-
-def trainer(config=CONFIG, sampler=SAMPLER, frames: int = FRAMES) -> Trainer:
-    kept = TrainableConfig(max_grad_norm=0.0)
-    student = RecordingStudent("student", Backbone(CausalWanModel(small_model().network), ALONE, trained=True), kept)
-    teacher = Frozen("teacher", Backbone(small_model(1), ALONE), RoleConfig())
-    critic = RecordingCritic("critic", Backbone(small_model(2), ALONE, trained=True), kept)
-    roles = {"student": student, "teacher": teacher, "critic": critic}
-    if isinstance(config, LongSelfForcingConfig):
-        method = LongSelfForcing(config, sampler, **roles, codec=tiny_codec())
-    else:
-        method = SelfForcing(config, sampler, **roles)
-    loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), config.plan(), (16, frames, 2, 2), "", 0, ALONE)
-    return Trainer(method, {"student": student, "critic": critic}, loader, ALONE, seed=0)
+def trainer(config: LongSelfForcingConfig = CONFIG, sampler: SamplerConfig = SAMPLER, frames: int = FRAMES) -> Trainer:
+    return trainer_of(LongSelfForcing, config, sampler, frames)
 
 
 def end_of(one: Trainer, step: int) -> int:
@@ -79,7 +52,7 @@ def step_of(one: Trainer, end: int) -> int:
 def test_a_video_as_long_as_a_clip_is_self_forcing_bit_for_bit(gradient_frames):
     settings = {"batch_size": 2, "micro_batch": 1, "student_every": 1, "gradient_frames": gradient_frames}
     ours = trainer(LongSelfForcingConfig(**settings, teacher_frames=5), frames=5)
-    theirs = trainer(SelfForcingConfig(**settings), frames=5)
+    theirs = trainer_of(SelfForcing, SelfForcingConfig(**settings), frames=5)
     assert ours.step(3) == theirs.step(3)
     for name in ("student", "critic"):
         assert_same(ours.roles[name].gradients[0], theirs.roles[name].gradients[0])

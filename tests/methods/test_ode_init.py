@@ -15,6 +15,7 @@ from helpers import (
     Calls,
     Recorder,
     Recording,
+    RecordingStudent,
     assert_near,
     frozen,
     no_prompt,
@@ -32,7 +33,6 @@ from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.run.trainer import Trainer
 from unified_trainer.sampling.solver import SamplerConfig
@@ -40,10 +40,6 @@ from unified_trainer.sampling.solver import SamplerConfig
 # Of the teacher, 3u / (1 + 2u) at u = 1, 5/6 ... 0, and of the student, 5u / (1 + 4u) at 1, 3/4, 1/2, 1/4.
 LEVELS = [1.0, 0.9375, 6 / 7, 5 / 6, 0.75, 0.625, 0.6, 0.375, 0.0]
 CONFIG = ODEInitConfig(batch_size=2, micro_batch=2, guidance_scale=3.0, teacher_steps=6, teacher_shift=3.0)
-
-
-class RecordingStudent(Recording, CausalStudent):
-    """A causal student that keeps its gradients."""
 
 
 def trainer(sampler: SamplerConfig = FEW_STEPS, student: Recording | None = None, **changes) -> Trainer:

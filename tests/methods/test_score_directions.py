@@ -93,6 +93,7 @@ def test_the_students_gradient_goes_through_teacher_and_critic_and_teaches_neith
     (got,) = torch.autograd.grad(loss.value, x0)
     assert not any(has_gradient(role.network) for role in roles_of(one))
 
+    teacher.keeps_graph = True  # here too, whatever the direction asked for
     rng = Streams(0, 0)
     noise = rng.noise("student tau noise", batch.sample_ids, batch.latent_shape)
     sigma = tau_law(5.0)(rng.uniform("student tau", batch.sample_ids))

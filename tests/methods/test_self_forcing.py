@@ -12,8 +12,8 @@ from helpers import (
     CAPTIONS,
     FEW_STEPS,
     Calls,
-    Recording,
     RecordingCritic,
+    RecordingStudent,
     assert_near,
     reward_of,
     reward_parts,
@@ -32,7 +32,6 @@ from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.role import Frozen, RoleConfig, TrainableConfig
 from unified_trainer.run.trainer import Trainer
 from unified_trainer.sampling.solver import SamplerConfig, generate, predict_chunks
@@ -43,10 +42,6 @@ SHAPE = (16, 5, 2, 2)
 CHUNKS = ChunkConfig(chunk_frames=2, independent_first_frame=True)
 SAMPLER = dataclasses.replace(FEW_STEPS, chunks=CHUNKS)
 CONFIG = SelfForcingConfig(batch_size=2, micro_batch=2, student_every=1)
-
-
-class RecordingStudent(Recording, CausalStudent):
-    """A causal student that keeps its gradients."""
 
 
 def causal_student(*, checkpointing: bool = False, moves: bool = False) -> RecordingStudent:

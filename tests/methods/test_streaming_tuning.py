@@ -8,70 +8,36 @@ import itertools
 
 import pytest
 import torch
+from chunk_world import CHUNKS, FRAMES, KNOWN, SAMPLER, causal_student, trainer_of
 from forked import program
 from helpers import (
-    ALONE,
-    CAPTIONS,
     FEW_STEPS,
     Calls,
-    Recording,
-    RecordingCritic,
     assert_one_training,
     assert_same,
     checkpoint_of,
     cut_off,
     flags,
     setup_of,
-    small_model,
     small_pipeline,
     tiny_codec,
 )
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.requests import Request
-from unified_trainer.data.loader import Loader
-from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.self_forcing import SelfForcing, SelfForcingConfig
 from unified_trainer.methods.streaming_tuning import StreamingTuning, StreamingTuningConfig, Windows
-from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.random import Streams
-from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.causal import CausalStudent
-from unified_trainer.roles.role import Frozen, RoleConfig, TrainableConfig
 from unified_trainer.run.trainer import Trainer
-from unified_trainer.sampling.solver import next_chunks, recomputed_cache
+from unified_trainer.sampling.solver import SamplerConfig, next_chunks, recomputed_cache
 
-FRAMES, KNOWN = 9, 3
-CHUNKS = ChunkConfig(chunk_frames=2, independent_first_frame=True)
-SAMPLER = dataclasses.replace(FEW_STEPS, chunks=CHUNKS)
 CONFIG = StreamingTuningConfig(batch_size=2, micro_batch=1, student_every=1, teacher_frames=KNOWN, prompt_switch=0.0)
 WINDOWED = dataclasses.replace(CHUNKS, window_frames=3, sink_frames=1)
 
 
-class RecordingStudent(Recording, CausalStudent):
-    """A causal student that keeps its gradients."""
-
-
-def causal_student() -> RecordingStudent:
-    backbone = Backbone(CausalWanModel(small_model().network), ALONE, trained=True)
-    return RecordingStudent("student", backbone, TrainableConfig(max_grad_norm=0.0))
-
-
-def trainer(config=CONFIG, sampler=SAMPLER, frames: int = FRAMES) -> Trainer:
-    student = causal_student()
-    teacher = Frozen("teacher", Backbone(small_model(1), ALONE), RoleConfig())
-    critic = RecordingCritic(
-        "critic", Backbone(small_model(2), ALONE, trained=True), TrainableConfig(max_grad_norm=0.0)
-    )
-    roles = {"student": student, "teacher": teacher, "critic": critic}
-    loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), config.plan(), (16, frames, 2, 2), "", 0, ALONE)
-    if isinstance(config, StreamingTuningConfig):
-        method = StreamingTuning(config, sampler, **roles, loader=loader, codec=tiny_codec())
-    else:
-        method = SelfForcing(config, sampler, **roles)
-    return Trainer(method, {"student": student, "critic": critic}, loader, ALONE, seed=0)
+def trainer(config: StreamingTuningConfig = CONFIG, sampler: SamplerConfig = SAMPLER, frames: int = FRAMES) -> Trainer:
+    return trainer_of(StreamingTuning, config, sampler, frames)
 
 
 def after(one: Trainer, steps: int) -> Trainer:
@@ -87,7 +53,7 @@ def random(*shape: int, seed: int = 3) -> torch.Tensor:
 def test_a_stream_as_long_as_a_clip_is_self_forcing_bit_for_bit():
     settings = {"batch_size": 2, "micro_batch": 1, "student_every": 1, "gradient_frames": 2}
     ours = trainer(StreamingTuningConfig(**settings, teacher_frames=5), frames=5)
-    theirs = trainer(SelfForcingConfig(**settings), frames=5)
+    theirs = trainer_of(SelfForcing, SelfForcingConfig(**settings), frames=5)
     assert ours.step(3) == theirs.step(3)
     for name in ("student", "critic"):
         assert_same(ours.roles[name].gradients[0], theirs.roles[name].gradients[0])

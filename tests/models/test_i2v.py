@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from clip_files import write_clips
@@ -14,14 +16,21 @@ from forked import program
 from helpers import ALONE, OF_CLIPS, OF_SAMPLES, assert_one_training, assert_same, checkpoint_of, cut_off, flags
 from i2v_folder import i2v_folder
 from PIL import Image as Picture
+from real_clips import quarters, write_exactly
 from ti2v_folder import ti2v_folder
 from torch.utils.flop_counter import FlopCounterMode
 
 from unified_trainer.__main__ import main
+from unified_trainer.api import Run
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Image, Request
+from unified_trainer.data.clips import VideoConfig
+from unified_trainer.data.fastvideo import I2V
 from unified_trainer.data.loader import make_batch
-from unified_trainer.data.video_reader import to_video
+from unified_trainer.data.parquet import ParquetFirstFrames
+from unified_trainer.data.parquet_files import read_stored_files
+from unified_trainer.data.row_kinds import ClipRows
+from unified_trainer.data.video_reader import read_clip, to_video
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.family import WAN
 from unified_trainer.models.wan.lora import published_layer
@@ -268,7 +277,7 @@ def test_a_table_that_cannot_be_used_names_its_row(folders, table, tmp_path, cap
 
 
 def test_encoded_clips_of_ti2v_hold_their_first_frame(folders, table, tmp_path, capsys):
-    """The first latent frame of a clip is that of its first frame alone; latents of I2V clips are refused."""
+    """The first latent frame of a clip is that of its first frame alone; I2V needs more than latents."""
     codec = WAN.codec(folders["ti2v"], torch.device("cpu"), EncoderConfig())
     pixels = np.random.default_rng(1).integers(0, 255, (FRAMES, HEIGHT, WIDTH, 3), dtype=np.uint8)
     clip = to_video(pixels)
@@ -280,9 +289,86 @@ def test_encoded_clips_of_ti2v_hold_their_first_frame(folders, table, tmp_path, 
         write_clips(tmp_path / kind / "a.parquet", torch.randn(2, *shape))
         more = {"data__path": tmp_path / kind, "video__frames": FRAMES}
         assert main(words("finetune", folders[kind], table, tmp_path / f"{kind} run", **more)) == 2 * (kind == "i2v")
-    assert "clips in parquet files hold no first frames" in capsys.readouterr().err
+    assert "holds clips without the encoded first frames that the student needs" in capsys.readouterr().err
     losses = [json.loads(row) for row in (tmp_path / "ti2v run" / "metrics.jsonl").read_text().splitlines()]
     assert all(0 < row["train/loss"] < 10 for row in losses if "train/loss" in row) and losses
+
+
+def drawn_clips(folder: Path, count: int) -> Path:
+    """A folder of different videos that move, with captions."""
+    folder.mkdir()
+    for number in range(count):
+        still = quarters(FRAMES, HEIGHT, WIDTH) // (number + 1)
+        moving = np.stack([np.roll(frame, 8 * shift, 1) for shift, frame in enumerate(still)])
+        write_exactly(folder / f"{number}.mkv", moving, 8)
+        (folder / f"{number}.txt").write_text(PROMPTS[number])
+    return folder
+
+
+ENCODED = {"video__frames": FRAMES, "video__fps": 8}
+
+
+def preprocess_words(source: Path, out: Path, folder: Path) -> list[str]:
+    size = {"model": folder, "recipe": "tiny", "video.frames": FRAMES, "video.height": HEIGHT, "video.width": WIDTH}
+    return ["preprocess", str(source), str(out), *flags(size | {"video.fps": 8})]
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_encoded_clips_of_i2v_hold_what_is_encoded_of_their_first_frames(folders, tmp_path, kind):
+    """As FastVideo reads its columns, in float32; a source of the files gives each row its own, in any order."""
+    assert main(preprocess_words(drawn_clips(tmp_path / "in", 2), tmp_path / "out", folders[kind])) == 0
+    codec = WAN.codec(folders[kind], torch.device("cpu"), EncoderConfig())
+    shape = codec.latent_shape(FRAMES, HEIGHT, WIDTH)
+    size = VideoConfig(FRAMES, HEIGHT, WIDTH, 8)
+    firsts = [(Image.of(read_clip(tmp_path / "in" / f"{number}.mkv", size)[0].copy()),) for number in range(2)]
+    expected = codec.encode_images(firsts, shape)
+    assert {name: tuple(row.shape[1:]) for name, row in expected.tensors.items()} == WAN.image_tensors(
+        folders[kind], shape
+    )
+    table = pq.read_table(tmp_path / "out" / "clips-00000.parquet")
+    assert table.schema.remove_metadata().equals(I2V)
+    rows = table.to_pylist()
+    for name, column in {"image": "first_frame_latent", "clip": "clip_feature", "": "pil_image"}.items():
+        for number, row in enumerate(rows):
+            data, held, dtype = (row[f"{column}_{part}"] for part in ("bytes", "shape", "dtype"))
+            if name not in expected.tensors:
+                assert (data, held, dtype) == (b"", [], "")
+                continue
+            value = torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(held)
+            assert dtype == "float32" and torch.equal(value, expected[name][number])
+    stored = read_stored_files(tmp_path / "out", ClipRows(shape, WAN.image_tensors(folders[kind], shape)))
+    assert stored.image_note == ""
+    cond = ParquetFirstFrames(stored, codec, lanes=1).condition([1, 0])
+    assert cond.tensors.keys() == {"text", *expected.tensors}
+    assert torch.equal(cond["text"], codec.encode_text(PROMPTS[1::-1])["text"])
+    for name, value in expected.tensors.items():
+        assert torch.equal(cond[name], value[[1, 0]])
+
+
+def test_training_on_encoded_clips_of_i2v_is_training_on_the_videos(folders, table, tmp_path, capsys):
+    """Bit for bit, of one clip, whose order cannot differ; files without its first frame and runs that would need its
+    pixels are refused."""
+    folder, clips = folders["i2v with clip"], drawn_clips(tmp_path / "in", 1)
+    assert main(preprocess_words(clips, tmp_path / "out", folder)) == 0
+    for name, path in (("raw", clips), ("stored", tmp_path / "out")):
+        assert main(words("finetune", folder, table, tmp_path / name, data__path=path, **ENCODED)) == 0
+    assert_same(checkpoint_of(tmp_path / "stored", 2), checkpoint_of(tmp_path / "raw", 2))
+    more = ENCODED | {"data__path": tmp_path / "out"}
+    assert main(words("finetune", folder, "", tmp_path / "run", validate_every=1, **more)) == 2
+    assert "encoded clips hold no images for validations: set --validation.prompts" in capsys.readouterr().err
+    file = tmp_path / "out" / "clips-00000.parquet"
+    rows = pq.read_table(file)
+    empty = pa.array([[]], rows.schema.field("clip_feature_shape").type)
+    pq.write_table(
+        rows.set_column(rows.schema.get_field_index("clip_feature_shape"), "clip_feature_shape", empty), file
+    )
+    assert main(words("finetune", folder, table, tmp_path / "run", **more)) == 2
+    assert "clip_feature_shape () of type float32, the student takes (5, 20)" in capsys.readouterr().err
+    pq.write_table(rows.drop_columns(["first_frame_latent_bytes"]), file)
+    assert main(words("finetune", folder, table, tmp_path / "run", **more)) == 2
+    assert "without the encoded first frames that the student needs (columns first_frame_latent_bytes)" in (
+        capsys.readouterr().err
+    )
 
 
 def test_evaluate_and_serve_take_images(folders, table, tmp_path, capsys):
@@ -303,6 +389,10 @@ def test_evaluate_and_serve_take_images(folders, table, tmp_path, capsys):
         assert main([*asked, "--prompts", str(table)]) == 0
         with open(tmp_path / "out" / "samples.csv") as opened:
             scores = [float(row["reward"]) for row in csv.DictReader(opened)]
+        for page in ("evaluation.html", "votes.html"):
+            assert (tmp_path / "out" / page).read_text(encoding="utf-8").count('"data:image/jpeg;base64,') == 3
+        assert main([*asked, "--prompts", str(table), "--video-megabytes", "0"]) == 0
+        assert "data:image/jpeg" not in (tmp_path / "out" / "evaluation.html").read_text(encoding="utf-8")
         requests = read_lines([str(table)], images=True)
         ours = torch.cat(list(videos(loaded, requests, 0, 2)))
         images = torch.stack([request.images[0].at(HEIGHT, WIDTH) for request in requests])
@@ -313,6 +403,14 @@ def test_evaluate_and_serve_take_images(folders, table, tmp_path, capsys):
         with pytest.raises(UserError, match=r"served takes 1 condition images, not 0 .*send images, a PNG file"):
             client.sample(texts)
         assert main([*asked, "--prompts", PROMPTS[0]]) == 2
+    with Run.resume(run, {"validate_every": 1}) as again:
+        assert torch.equal(again.sample(texts, images=files, batch=2, ema=False), ours)
+        rewards = again.score(ours, texts, images=files)["reward"]
+        assert rewards.tolist() == pytest.approx(first_frame_likeness(ours, images).tolist(), abs=1e-6)
+        with pytest.raises(UserError, match=r"takes 1 condition images, not 0 .*give images, one for each prompt"):
+            again.sample(texts)
+        with pytest.raises(UserError, match="3 prompts but 2 images"):
+            again.score(ours, texts, images=files[:2])
     assert "run@1 takes 1 condition images, not 0" in capsys.readouterr().err
     other = [
         "evaluate",

@@ -1,4 +1,4 @@
-"""Qwen-Image, SD3.5, HunyuanVideo: folders are sampled as by diffusers, trained by every method, resumed, exported."""
+"""Qwen-Image, SD3.5, HunyuanVideo, LTX-Video: sampled as by diffusers, trained by every method, resumed, exported."""
 
 import json
 import shutil
@@ -13,6 +13,7 @@ import torch
 from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     HunyuanVideo15Pipeline,
+    LTXPipeline,
     QwenImagePipeline,
     StableDiffusion3Pipeline,
 )
@@ -32,6 +33,7 @@ from helpers import (
     gradients,
 )
 from hunyuan15_folder import hunyuan15_folder
+from ltx_folder import ltx_folder
 from PIL import Image
 from qwen_image_folder import qwen_image_folder
 from real_clips import write_exactly
@@ -46,6 +48,7 @@ from unified_trainer.models.base import Family, PassSize
 from unified_trainer.models.diffusers_codec import DiffusersCodec
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.hunyuan15.family import HUNYUAN15
+from unified_trainer.models.ltx.family import LTX
 from unified_trainer.models.qwen_image.family import QWEN_IMAGE
 from unified_trainer.models.qwen_image.model import packed, unpacked
 from unified_trainer.models.sd3.family import SD3
@@ -71,7 +74,7 @@ pytestmark = pytest.mark.slow
 
 SIDES = (64, 32)
 PROMPTS = ("a red circle moving left", 'a picture of an "unknown word" and a big blue square')
-SIZE = {"recipe": "tiny", "video.height": SIDES[0], "video.width": SIDES[1], "steps": 2}
+SIZE = {"recipe": "tiny", "video.height": SIDES[0], "video.width": SIDES[1], "steps": 2, "video.fps": 25}
 SIZE |= {"sampler.num-steps": 3, "validate-every": 0, "student.learning-rate": 1e-3, "student.warmup-updates": 0}
 SINGLE = {"algorithm.batch-size": 2, "algorithm.micro-batch": 1}
 GROUPS = {"algorithm.num-prompts": 2, "algorithm.num-samples": 2, "algorithm.prompts-per-update": 2}
@@ -97,6 +100,7 @@ class Case:
     pairs: int  # of queries and keys in its example
     frames: int = 1
     wrong: tuple[int, str] = (5, "must be 1, not 5: this model makes images")
+    unit: int = 16  # pixels of a token along its sides
     packed: Callable[[torch.Tensor], torch.Tensor] = lambda x: x[:, :, 0]
     unpacked: Callable[..., torch.Tensor] = lambda x, *_: x[:, :, None]
     options: dict[str, object] = field(default_factory=dict)
@@ -150,6 +154,22 @@ CASES = {
         packed=lambda x: x,
         unpacked=lambda x, *_: x,
         options={"num_frames": 5},
+    ),
+    "ltx": Case(
+        LTX,
+        ltx_folder,
+        LTXPipeline,
+        "guidance_scale",
+        "transformer_blocks.0.attn1.to_q.lora_B.weight",
+        "Lightricks/LTX-Video",
+        1_923_385_472,
+        pairs=2 * 8 * (8 + 4),  # of queries of the video alone
+        frames=9,
+        wrong=(4, "must be 8k + 1 for this VAE, not 4: set 1 or 9"),
+        unit=32,
+        packed=lambda x: x.flatten(2).transpose(1, 2),
+        unpacked=lambda x, height, width: x.unflatten(1, (-1, height, width)).movedim(-1, 1),
+        options={"num_frames": 9, "max_sequence_length": 14},
     ),
 }
 
@@ -326,6 +346,21 @@ def test_the_shift_of_a_size_is_the_pipelines_own(qwen, sides):
     assert f"the model's scheduler has {shift:.3f} for samples of {tokens} tokens" in note_shift(qwen, tokens, 9.0)
 
 
+def test_levels_of_a_size_are_those_of_the_folders_scheduler(folders):
+    """Of LTX-Video: shifted by the number of tokens, and stretched to a last level of 0.1; an export has them too."""
+    folder, tokens = folders["LTXPipeline"], 1500
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler")
+    mu = calculate_shift(tokens, 1024, 4096, 0.95, 2.05)
+    scheduler.set_timesteps(sigmas=np.linspace(1, 1 / 5, 5), mu=mu)
+    sampler = SamplerConfig(num_steps=5, shift=shift_of_size(folder, tokens), terminal=0.1)
+    torch.testing.assert_close(sampler.sigmas().float(), scheduler.sigmas, rtol=0, atol=1e-6)
+    given, own = euler_scheduler(sampler, given=True), euler_scheduler(sampler, given=False)
+    given.set_timesteps(sigmas=np.linspace(1, 1 / 5, 5), mu=mu)
+    own.set_timesteps(5)
+    for exported in (given, own):
+        torch.testing.assert_close(exported.sigmas, scheduler.sigmas, rtol=0, atol=1e-6)
+
+
 def test_a_scheduler_whose_law_is_none_is_refused(tmp_path):
     (tmp_path / "scheduler").mkdir()
     config = {"use_dynamic_shifting": True, "base_image_seq_len": 256, "max_image_seq_len": 256}
@@ -341,7 +376,7 @@ def test_methods_that_make_no_sense_say_why(case, folder, prompts, tmp_path, cap
         ("self_forcing", more, "has no causal form"),
         ("ode_init", more, "has no causal form"),
         ("dmd2", {"video__frames": frames}, f"video.frames {wrong}"),
-        ("dmd2", {"video__height": 40}, "video.height must be a multiple of 16"),
+        ("dmd2", {"video__height": 40}, f"video.height must be a multiple of {case.unit}"),
     ):
         assert main(words(method, folder, prompts, tmp_path / "run", case.frames, **changes)) == 2
         assert said in capsys.readouterr().err
@@ -365,21 +400,24 @@ def test_text_encoders_of_another_network_are_refused(folders, tmp_path, name, f
         codec_of(CASES[name], tmp_path / "odd")
 
 
-@pytest.mark.parametrize("case", ["sd3", "hunyuan15"], indirect=True)
+@pytest.mark.parametrize("case", ["sd3", "hunyuan15", "ltx"], indirect=True)
 def test_tiles_are_those_of_the_vae(case, folder):
     """Larger frames are decoded in tiles that overlap, smaller ones whole; `plan` counts a tile's memory."""
-    whole, tiled = codec_of(case, folder), case.family.codec(folder, torch.device("cpu"), EncoderConfig(vae_tile=64))
+    size, side = 4 * case.unit, 6 * case.unit
+    whole, tiled = codec_of(case, folder), case.family.codec(folder, torch.device("cpu"), EncoderConfig(vae_tile=size))
     small, large = (
         torch.randn(1, *whole.latent_shape(case.frames, n, n), generator=torch.Generator().manual_seed(n))
-        for n in (64, 96)
+        for n in (size, side)
     )
     assert torch.equal(tiled.decode(small), whole.decode(small))
-    assert tiled.decode(large).shape == whole.decode(large).shape == (1, 3, case.frames, 96, 96)
+    assert tiled.decode(large).shape == whole.decode(large).shape == (1, 3, case.frames, side, side)
     assert not torch.allclose(tiled.decode(large), whole.decode(large), atol=1e-4)
+    if case.family is LTX:  # the layers of its small decoder hold less than its video
+        return
     vae = frozen_config(json.loads((folder / "vae" / "config.json").read_text()))
-    shape = whole.latent_shape(1, 128, 64)
+    shape = whole.latent_shape(1, 2 * size, size)
     in_tiles, at_once = (
-        decode_bytes(type(whole), vae, shape, 1, half=False, gradient=False, tile=tile) for tile in (64, 0)
+        decode_bytes(type(whole), vae, shape, 1, half=False, gradient=False, tile=tile) for tile in (size, 0)
     )
     assert 0.1 < in_tiles / at_once < 0.9
 
@@ -398,6 +436,47 @@ def test_networks_and_guidance_that_no_method_knows_are_refused(folders, tmp_pat
     (tmp_path / "odd" / file).write_text(json.dumps(json.loads((tmp_path / "odd" / file).read_text()) | change))
     with pytest.raises(UserError, match=said):
         HUNYUAN15.networks(tmp_path / "odd")
+
+
+def test_a_decoder_with_noise_of_its_own_gives_a_sample_one_video(folders, tmp_path):
+    """In any batch, in slices, and whatever the state of torch's generator is, which stays as it is."""
+    whole, slices = (
+        LTX.codec(ltx_folder(tmp_path / "noisy", noisy=True), torch.device("cpu"), EncoderConfig(vae_slicing=slicing))
+        for slicing in (False, True)
+    )
+    quiet = codec_of(CASES["ltx"], folders["LTXPipeline"])
+    latents = torch.randn(3, *whole.latent_shape(9, *SIDES), generator=torch.Generator().manual_seed(0))
+    state, videos = torch.get_rng_state(), whole.decode(latents)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(1)
+    for codec in (whole, slices):
+        torch.testing.assert_close(codec.decode(latents[1:]), videos[1:], rtol=0, atol=1e-5)
+    assert not torch.allclose(quiet.decode(latents), videos, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "said"),
+    [
+        ("transformer/config.json", {"caption_channels": 96}, "caption_channels is 96, but the text encoder gives 24"),
+        ("transformer/config.json", {"cross_attention_dim": 8}, "is 8, but texts enter with 24 channels"),
+        ("transformer/config.json", {"out_channels": 8}, "out_channels is 8, but in_channels 16"),
+        ("transformer/config.json", {"patch_size": 2}, "patch_size must be 1"),
+        ("vae/config.json", {"patch_size": 2}, "a latent is of 8 frames and 16 pixels a side, but the positions"),
+        ("vae/config.json", {"latent_channels": 8}, "latent_channels is 8, but the transformer takes 16"),
+    ],
+)
+def test_folders_of_another_ltx_are_refused(folders, tmp_path, file, change, said):
+    shutil.copytree(folders["LTXPipeline"], tmp_path / "odd")
+    (tmp_path / "odd" / file).write_text(json.dumps(json.loads((tmp_path / "odd" / file).read_text()) | change))
+    with pytest.raises(UserError, match=said):
+        LTX.latent_shape(tmp_path / "odd", 9, *SIDES)
+        LTX.codec(tmp_path / "odd", torch.device("cpu"), EncoderConfig())
+
+
+def test_positions_in_seconds_bind_the_rate_of_frames(folders, prompts, tmp_path, capsys):
+    given = words("dmd2", folders["LTXPipeline"], prompts, tmp_path / "run", 9, video__fps=16)
+    assert main(given) == 2
+    assert "video.fps must be 25, not 16: the positions of this model's tokens are seconds" in capsys.readouterr().err
 
 
 def test_statistics_of_latents_are_one_for_each_channel(tmp_path):
@@ -532,7 +611,7 @@ def test_sizes_of_an_adapter_and_of_weights_in_fp32_are_those_of_a_role(case, fo
     size, rounded = measured(model), model_of(case.family, folder).network.requires_grad_(False)
     hold_in_bf16(rounded)
     assert size.small == sum(p.numel() for p in rounded.parameters() if p.dtype == torch.float32)
-    assert size.alike == (case.family is not SD3)  # Stable Diffusion's last block has fewer layers
+    assert (len(size.kinds) == 1) == (case.family is not SD3)  # Stable Diffusion's last block has fewer layers
     backbone = Backbone(model, ALONE, trained=False, adapters={"role": AdapterConfig(rank=2)})
     assert size.adapter(2) == sum(p.numel() for p in backbone.weights("role").values())
     meter, passes = Meter(torch.device("cpu")), []

@@ -40,7 +40,6 @@ def calls(monkeypatch) -> Iterator[list[tuple[torch.dtype, ...]]]:
 
     monkeypatch.setitem(_AttentionBackendRegistry._backends, kernel, counted)
     monkeypatch.setitem(device.OTHER_ATTENTION, "flash_3", kernel.value)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     use_attention("flash_3", CUDA)
     device._chosen_other["cpu"] = kernel.value
     yield seen

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,6 +43,21 @@ def test_a_list_that_does_not_fall_is_refused(levels):
 def test_a_list_of_another_length_is_refused():
     with pytest.raises(UserError, match=r"sampler\.step_sigmas has 2 levels, but sampler\.num_steps is 30"):
         SamplerConfig(step_sigmas=(1.0, 0.5)).check()
+
+
+def test_levels_end_at_the_terminal_one_as_those_of_diffusers():
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=5.0, shift_terminal=0.1)
+    scheduler.set_timesteps(sigmas=[1.0, 0.75, 0.5, 0.25])
+    levels = SamplerConfig(num_steps=4, shift=5.0, terminal=0.1).sigmas()
+    assert levels.tolist() == pytest.approx([1, 0.85, 0.6, 0.1, 0])
+    torch.testing.assert_close(levels.float(), scheduler.sigmas)
+    alone = SamplerConfig(num_steps=4, shift=5.0, terminal=0.625)  # what it is without a terminal level
+    torch.testing.assert_close(alone.sigmas(), SamplerConfig(num_steps=4, shift=5.0).sigmas())
+
+
+def test_one_level_cannot_be_stretched():
+    with pytest.raises(UserError, match=r"sampler\.terminal 0\.1 needs 2 or more steps, but sampler\.num_steps is 1"):
+        SamplerConfig(num_steps=1, terminal=0.1).check()
 
 
 def test_solvers_are_kernels():

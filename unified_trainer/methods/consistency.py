@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.ranges import Decay, Positive, Shift, at_least
+from unified_trainer.basics.ranges import Positive, Shift, at_least
 from unified_trainer.basics.types import Batch, PerFrame, PerSample, of_kind
-from unified_trainer.methods.base import Loss, Method, MethodSetup, SingleUpdateConfig, frozen, trained, updated_copy
+from unified_trainer.methods.base import Loss, Method, MethodSetup, SingleUpdateConfig, frozen, trained
 from unified_trainer.numerics.flow import GuidanceScale, add_noise, per_sample, sigma_table, x0_from_velocity
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.causal import Causal, TeacherForced, by_chunk
 from unified_trainer.roles.role import Frozen, Role, Trainable
-from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.sampling.solver import SamplerConfig
 
 
@@ -33,8 +32,6 @@ class ConsistencyConfig(SingleUpdateConfig):
     """Shift of the teacher's noise levels towards noise."""
     huber: Positive = 0.01
     """Constant c of the loss sqrt(d^2 + c^2) - c per element (arXiv:2310.14189); a large c gives squared error."""
-    target_decay: Decay = 0.0
-    """Decay of the average of the student's weights that makes the targets; 0: the student itself, without a copy."""
     needs_clips: ClassVar[bool] = True
 
     def check(self, setup: MethodSetup) -> None:
@@ -48,30 +45,18 @@ class Consistency(Method):
     """loss = d(x0(x_sigma), sg x0(x_next)), where x_next is one Euler step of the guided teacher below x_sigma."""
 
     config_class = ConsistencyConfig
-    roles = {
-        "student": trained(),
-        "teacher": frozen(in_chunks=lambda config: True),
-        "target": updated_copy("student", when=lambda config: config.target_decay > 0),
-    }
+    roles = {"student": trained(), "teacher": frozen(in_chunks=lambda config: True)}
     trained_for_sampler = True
 
     def __init__(
-        self,
-        config: ConsistencyConfig,
-        sampler: SamplerConfig,
-        *,
-        student: Trainable,
-        teacher: Frozen,
-        target: WeightCopy | None = None,
+        self, config: ConsistencyConfig, sampler: SamplerConfig, *, student: Trainable, teacher: Frozen
     ) -> None:
-        self.config, self.student, self.teacher, self.target = config, student, teacher, target
-        self.chunks, self._followed = sampler.chunks, 0
+        self.config, self.student, self.teacher, self.chunks = config, student, teacher, sampler.chunks
         self.table = sigma_table(config.teacher_steps, config.teacher_shift)
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         rows = (self._uniform(batch, rng) * self.config.teacher_steps).long()
         student, teacher = self._given(self.student, batch), self._given(self.teacher, batch)
-        average = self._given(self.target or self.student, batch)
         sigma, sigma_next = self.table[rows], self.table[rows + 1]
         noise = rng.noise("noise", batch.sample_ids, batch.latent_shape).to(batch.latents)
         x_t = add_noise(batch.latents, noise, sigma)
@@ -79,13 +64,11 @@ class Consistency(Method):
             velocity = teacher.guided_velocity(x_t, sigma, batch.cond, batch.uncond, self.config.guidance_scale)
             x_next = x_t + per_sample(sigma_next - sigma, x_t) * velocity
             # At sigma 0 the prediction is x_next itself: the boundary condition.
-            target = x0_from_velocity(x_next, average.velocity(x_next, sigma_next, batch.cond), sigma_next)
+            target = x0_from_velocity(x_next, student.velocity(x_next, sigma_next, batch.cond), sigma_next)
         x0 = x0_from_velocity(x_t, student.velocity(x_t, sigma, batch.cond), sigma)
         c = self.config.huber
         loss = (((x0 - target).square() + c * c).sqrt() - c).mean()
-        self._followed = self.student.updates
         yield Loss("student", loss, metrics={"loss": loss.detach()})
-        self._follow()
 
     def _uniform(self, batch: Batch, rng: Streams) -> PerSample | PerFrame:
         """Draw a number in [0, 1) for each clip, or for each chunk of a causal student."""
@@ -98,9 +81,3 @@ class Consistency(Method):
         if not self.chunks.causal:
             return role
         return of_kind(Causal, role).attending_to(of_kind(Tensor, batch.latents), self.chunks)
-
-    def _follow(self) -> None:
-        """Update the average once after an optimizer step, however many micro-batches it had."""
-        if self.target is not None and self.student.updates > self._followed:
-            self.target.update_from(self.student, self.config.target_decay)
-            self._followed = self.student.updates

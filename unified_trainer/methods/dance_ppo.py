@@ -1,6 +1,6 @@
 """PPO: the student as a stochastic policy, improved by rewards above a learned value function (arXiv:1707.06347)."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -134,17 +134,14 @@ class DancePPO(PolicyMethod):
     @torch.no_grad()
     def _values(self, trajectories: Trajectories) -> PerTransition:
         """Return the present values of all states before a transition of the window, float64 on the CPU."""
-        return self._of_states(trajectories, partial(self._value, trajectories)).cpu().double()
+        parts = torch.arange(len(trajectories.batch)).split(self.config.update_batch)
+        values = [torch.stack([self._value(trajectories, rows, s) for s in trajectories.window], 1) for rows in parts]
+        return torch.cat(values).cpu().double()
 
     def _value(self, trajectories: Trajectories, rows: Tensor, s: int) -> PerSample:
         made = trajectories.transition(s, rows)
         value = self.value.value(made.x_t, self.update.policy.sigmas[s].expand(len(rows)), made.batch.cond)
         return value.to(widest(value.device))
-
-    def _of_states(self, trajectories: Trajectories, of: Callable[[Tensor, int], PerSample]) -> PerTransition:
-        """Call a function of samples and a transition for all of them, at most `update_batch` samples at a time."""
-        parts = torch.arange(len(trajectories.batch)).split(self.config.update_batch)
-        return torch.cat([torch.stack([of(rows, s) for s in trajectories.window], 1) for rows in parts])
 
     def _compare(self, returns: PerSample, values: PerTransition) -> tuple[PerTransition, PerTransition]:
         """Return value targets and advantages by GAE."""

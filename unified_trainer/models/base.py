@@ -190,6 +190,7 @@ class Codec(Protocol):
 
     folder: Path
     text_width: int  # channels of a text embedding
+    causal: bool = True  # whether a decoded frame depends on no later latent, so that the first latent has the first
 
     @property
     def text_fingerprint(self) -> str:
@@ -316,11 +317,15 @@ class Family:
     published_adapter: Callable[[Mapping[str, Tensor], float], dict[str, Tensor]] = diffusers_adapter
     # folder -> the fewest and the most condition images of a sample; reads configs only
     images: Callable[[Path], tuple[int, int]] = lambda folder: (0, 0)
+    # (folder, latent shape) -> shapes, by name, of what `encode_images` makes of a sample's image, if files of encoded
+    # clips hold it; empty where a clip's latents hold its first frame, and where the family takes no image
+    image_tensors: Callable[[Path, Shape], Mapping[str, tuple[int, ...]]] = lambda folder, latent_shape: {}
     # Whether the pipeline gives its scheduler the levels 1, (n - 1) / n, ... 1 / n before the shift; Wan's asks for n.
     given_levels: bool = False
     guidance_argument: str = "guidance_scale"  # of the pipeline's call
     # config of the component that has the guidance scale in place of the pipeline's call: a ClassifierFreeGuidance
     guider: str = ""
+    fps: float | None = None  # frames per second of the videos, if the positions of tokens are in seconds; None: any
     tile_unit: int = 64  # pixels: three quarters of a tile of so many must be whole latents, so 4 for each latent
     # names of the experts' published adapters, without suffix
     adapter_files: tuple[str, str] = ("high_noise", "low_noise")

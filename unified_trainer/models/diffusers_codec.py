@@ -46,6 +46,7 @@ class DiffusersCodec:
     longest_text: ClassVar[int] = 512  # tokens that conditions are padded to; a tokenizer may say less
     template_tokens: ClassVar[int] = 0  # tokens of each prompt that are no part of its embedding
     masked: ClassVar[bool] = False
+    causal = True
 
     def __init__(self, folder: Path, device: torch.device, config: EncoderConfig) -> None:
         """Open a pipeline folder, of which no weight is read yet; UserError for a folder that is not whole."""

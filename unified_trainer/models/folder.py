@@ -195,6 +195,15 @@ def outline(kind: type[M], folder: Path, spare: tuple[str, ...] = ()) -> M:
         return kind.from_config(fields)
 
 
+def check_new_layers(network: nn.Module, folder: Path, new: tuple[str, ...]) -> None:
+    """Raise UserError unless a folder holds none, or all in their shapes, of the weights whose names end in `new`."""
+    held = {key: shape for key, shape in check_component(folder, WEIGHTS).items() if key.endswith(new)}
+    own = {key: tuple(p.shape) for key, p in network.named_parameters() if key.endswith(new)}
+    if held and held != own:
+        wrong = sorted(key for key in own.keys() | held.keys() if own.get(key) != held.get(key))
+        raise UserError(f"{folder}: {wrong[0]} is {held.get(wrong[0], 'absent')}, not {own.get(wrong[0], 'absent')}")
+
+
 def read_weights(
     network: nn.Module, folder: Path, mesh: Mesh, merged: Change | None = None, new: tuple[str, ...] = ()
 ) -> None:

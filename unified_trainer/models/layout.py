@@ -71,14 +71,21 @@ def _of_this_package(error: Exception) -> bool:
 
 @functools.cache
 def arguments_of(kind: type[ModelMixin]) -> type[Schema]:
-    """Return the fields of a diffusers config: the arguments of the class, with the types that it declares for them."""
+    """Return the fields of a diffusers config: the arguments of the class, with the types that it declares for them.
+
+    An argument whose default is None may be null, whatever type it declares.
+    """
     hints = get_type_hints(kind.__init__)
     fields: dict[str, Any] = {
-        f"field_{number}": (_in_json(hints.get(name, Any)), Field(argument.default, alias=name))
+        f"field_{number}": (_type_of(argument, hints.get(name, Any)), Field(argument.default, alias=name))
         for number, (name, argument) in enumerate(inspect.signature(kind.__init__).parameters.items())
         if argument.kind in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY) and name != "self"
     }
     return create_model(kind.__name__, __base__=Schema, **fields)
+
+
+def _type_of(argument: inspect.Parameter, hint: Any) -> Any:
+    return _in_json(hint) | None if argument.default is None else _in_json(hint)
 
 
 def _in_json(hint: Any) -> Any:

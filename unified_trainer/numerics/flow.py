@@ -94,6 +94,15 @@ def sigma_table(num_steps: int, shift: float) -> Float[Tensor, " steps_and_0"]:
     return shift_sigma(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), shift)
 
 
+def stretched(sigmas: Float[Tensor, " steps_and_0"], terminal: float) -> Float[Tensor, " steps_and_0"]:
+    """Return falling levels with 1 - sigma scaled so that the last before the trailing 0 is `terminal`.
+
+    A level of 1 stays. This is how schedulers of LTX-Video (arXiv:2501.00103) and Qwen-Image stretch theirs.
+    """
+    scale = (1 - terminal) / (1 - sigmas[-2])
+    return torch.cat([1 - scale * (1 - sigmas[:-1]), sigmas[-1:]])
+
+
 def add_noise(x0: Tensor, noise: Tensor, sigma: Sigma) -> Tensor:
     """Return x_t = (1 - sigma) x0 + sigma noise."""
     x0, noise = promote(x0), promote(noise)

@@ -5,14 +5,14 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.ranges import NetworkCalls, PositiveFraction, Shift
+from unified_trainer.basics.ranges import NetworkCalls, PositiveFraction, Shift, at_least
 from unified_trainer.basics.types import Batch, Condition, Latents, Rollout, of_kind
 from unified_trainer.models.flow_map import ending_at
 from unified_trainer.numerics.chunks import ChunkConfig
@@ -21,6 +21,7 @@ from unified_trainer.numerics.flow import (
     add_noise,
     shift_sigma,
     sigma_table,
+    stretched,
     x0_from_velocity,
 )
 from unified_trainer.numerics.kernels import Kernel, Policy, transition
@@ -42,6 +43,9 @@ class SamplerConfig:
     """Falling noise levels in (0, 1] before the shift, one per step, e.g. 1 0.75 0.5 0.25; empty spaces them evenly."""
     shift: Shift = 3.0
     """Shift of the noise levels towards noise; 1 is none."""
+    terminal: Annotated[float, at_least(0, 0.999)] = 0.0
+    """Last noise level above 0, to which all are stretched after the shift, as LTX-Video's scheduler does; 0 stretches
+    none."""
     solver: Solver = "ode"
     """Euler steps of the ODE (ode), or renoising of the predicted x0 (sde), for which few-step students are trained."""
     guidance_scale: GuidanceScale = 3.0
@@ -53,6 +57,8 @@ class SamplerConfig:
     def check(self) -> None:
         """Raise UserError, naming the key, for settings that contradict each other."""
         self.chunks.check()
+        if self.terminal and self.num_steps < 2:
+            raise UserError(f"sampler.terminal {self.terminal:g} needs 2 or more steps, but sampler.num_steps is 1")
         if not self.step_sigmas:
             return
         if len(self.step_sigmas) != self.num_steps:
@@ -71,10 +77,12 @@ class SamplerConfig:
             )
 
     def sigmas(self) -> Float[Tensor, " steps_and_0"]:
-        """Return the shifted noise levels of all steps, float64, with a trailing 0."""
-        if not self.step_sigmas:
-            return sigma_table(self.num_steps, self.shift)
-        return shift_sigma(torch.tensor((*self.step_sigmas, 0.0), dtype=torch.float64), self.shift)
+        """Return the noise levels of all steps, shifted and stretched, float64, with a trailing 0."""
+        if self.step_sigmas:
+            levels = shift_sigma(torch.tensor((*self.step_sigmas, 0.0), dtype=torch.float64), self.shift)
+        else:
+            levels = sigma_table(self.num_steps, self.shift)
+        return stretched(levels, self.terminal) if self.terminal else levels
 
     @property
     def kernel(self) -> tuple[Kernel, float]:

@@ -4,7 +4,6 @@ import fcntl
 import glob
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -27,12 +26,25 @@ def check_empty(folder: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a new folder that takes the place `out`, absent or empty, once all of it is written."""
-    with writing(out), scratch_folder(out.parent, out.name, out.name) as scratch:
-        folder = scratch / out.name
-        folder.mkdir()
-        yield folder
-        folder.replace(out)
+    """Yield a new folder that takes the place `out`, absent or empty, once all of it is written.
+
+    It is built in a folder `.OUT-xxxxxxxx` beside it. Such folders of processes that were killed are removed and said:
+    nothing locks them, and they hold nothing else.
+    """
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        for left_over in sorted(out.parent.glob(f".{glob.escape(out.name)}-????????")):
+            if left_over.is_dir() and [path.name for path in left_over.iterdir()] == [out.name]:
+                with _locked(left_over) as free:
+                    if free:
+                        shutil.rmtree(left_over, ignore_errors=True)
+                said = "removed" if free else "another process may be writing"
+                say(f"{said} {left_over}, which is not finished")
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch, _locked(Path(scratch)):
+            folder = Path(scratch, out.name)
+            folder.mkdir()
+            yield folder
+            folder.replace(out)
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:
@@ -79,31 +91,6 @@ def write_text(file: Path, text: str) -> None:
     with writing(file):
         without_link(building).write_text(text, encoding="utf-8")
         building.replace(file)
-
-
-@contextmanager
-def scratch_folder(parent: Path, prefix: str, name: str) -> Iterator[Path]:
-    """Yield a new folder `.PREFIX-xxxxxxxx` in `parent`, in which a folder `name` is built; it is removed at the end.
-
-    Such folders of processes that were killed are removed and said: nothing locks them, and they hold nothing else.
-    """
-    parent.mkdir(parents=True, exist_ok=True)
-    for left_over in sorted(parent.glob(f".{glob.escape(prefix)}-*")):
-        if not (re.fullmatch(r"\w{8}", left_over.name[len(prefix) + 2 :]) and _is_scratch(left_over, name)):
-            continue
-        with _locked(left_over) as free:
-            if free:
-                shutil.rmtree(left_over, ignore_errors=True)
-        say(f"{'removed' if free else 'another process may be writing'} {left_over}, which is not finished")
-    with tempfile.TemporaryDirectory(dir=parent, prefix=f".{prefix}-") as scratch, _locked(Path(scratch)):
-        yield Path(scratch)
-
-
-def _is_scratch(folder: Path, name: str) -> bool:
-    """Return whether a folder holds nothing but a folder of this name, or scratch folders for it."""
-    own = rf"{re.escape(name)}|\.{re.escape(name)}-\w{{8}}"
-    held = list(folder.iterdir()) if folder.is_dir() else []
-    return bool(held) and all(re.fullmatch(own, path.name) for path in held)
 
 
 @contextmanager

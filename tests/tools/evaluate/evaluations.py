@@ -53,5 +53,5 @@ def evaluated(output: Path, *, limit: int = 10**6, seed: int = 0) -> Summary:
     checkpoints = [Checkpoint(name, name, i, i == 1, run, (), "00") for i, name in enumerate(NAMES, 1)]
     summary = summarise(rows, PLAN, BOOTSTRAP, [rows[0].features] * 2)
     about = files.write(output, checkpoints, rows, PLAN, BOOTSTRAP, summary, NAMES[0])
-    pages.write(output, about, rows, limit, seed)
+    pages.write(output, about, rows, PLAN.prompts, limit, seed)
     return summary

@@ -40,6 +40,17 @@ def test_samples_are_made_where_they_fit(without_activations):
     assert placement.placement(moved, there) == placement.placement(planned, there)
 
 
+def test_the_ranks_of_a_worker_share_the_student(without_activations):
+    """Its weights in halves and two blocks gathered at a time, and no scorers, which reward workers hold."""
+    shared = {"rollouts.workers": 1, "rollouts.reward-workers": 1, "student.precision": "fp32", "reward.offload": True}
+    alone, halves = (estimate(parse(flags(GRPO | shared | {"rollouts.ranks": ranks})), 8) for ranks in (1, 2))
+    whole = 4 * alone.parameters["student"]
+    gathered = memory.held_networks(halves.counts, placement._of_worker(halves))["student", ""].gathered
+    assert 0 < gathered < whole
+    assert placement._apart(alone) - placement._apart(halves) == pytest.approx(whole / 2 - gathered, rel=1e-6)
+    assert " on each of 2 cards" in placement.placement(halves, placement._apart(halves))
+
+
 def test_methods_without_rollouts_have_no_place_for_samples():
     planned = estimate(parse(flags({"method": "finetune", "recipe": "tiny"})), 1)
     assert placement.placement(planned, 0.0) is None

@@ -34,7 +34,7 @@ OWN["ode_init"] = [*SINGLE, "--algorithm.teacher-steps", "3"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", sorted({*METHODS} - {"flow_map"}))  # whose layer is not counted
+@pytest.mark.parametrize("method", METHODS)
 def test_calls_and_flops_are_those_of_a_real_step(method):
     """Step 5 of the tiny world: student and critic are both updated in it."""
     flags = ["--method", method, *SMALL, *OWN.get(method, SINGLE)]
@@ -56,6 +56,14 @@ def test_the_chunks_and_the_kv_cache_of_a_causal_teacher_are_counted():
     assert computed.model_flops == pytest.approx(real.flops, rel=1e-9)
     phases = computed.memory.phases
     assert phases["rollout"]["KV cache"] == 2 * phases["update of student"]["KV cache"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "whole"), [("wan2.1-1.3b", False), ("ltx-video", True)])
+def test_a_reward_of_the_first_frame_decodes_all_unless_the_decoder_is_causal(recipe, whole):
+    flags = ["--recipe", recipe, "--method", "dance_grpo", "--reward.frames", "first", "--validate-every", "0"]
+    planned = estimate(parse(flags), 8)
+    assert {frames for _, frames, _ in planned.counts.decoded} == {planned.sizes.latent[1] if whole else 1}
 
 
 @pytest.mark.slow

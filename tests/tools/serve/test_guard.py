@@ -6,8 +6,7 @@ import http.client
 import json
 import socket
 import threading
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import pytest
 from helpers import free_port
@@ -17,33 +16,20 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.tools.serve.batch_queue import Batcher
 from unified_trainer.tools.serve.guard import Door
 from unified_trainer.tools.serve.page_server import Answer, Pages
-from unified_trainer.tools.serve.service import FOLDERS, MOST, Service, texts
+from unified_trainer.tools.serve.service import FOLDERS, MOST, Asked, Service, texts
 from unified_trainer.tools.serve.web_server import serve_until_stopped, serving
 
 JSON = {"Content-Type": "application/json"}
 
 
-@dataclass(frozen=True)
-class Words:
-    prompts: list[str]
-
-    @property
-    def kind(self) -> Hashable:
-        return "words"
-
-    @property
-    def size(self) -> int:
-        return len(self.prompts)
-
-
 def service(work=None, limit: int = 4, wait: float = 0.0) -> Service:
     """Return a service that answers with the lengths of texts."""
 
-    def lengths(requests: Sequence[Words]) -> list[list[int]]:
+    def lengths(requests: Sequence[Asked]) -> list[list[int]]:
         return [[len(text) for text in one.prompts] for one in requests]
 
     def read(asked):
-        return Words(texts(asked, "prompts"))
+        return Asked(texts(asked, "prompts"))
 
     batcher = Batcher(work or lengths, limit, wait)
     return Service({"name": "words"}, "/words", read, lambda _, found: {"lengths": found}, batcher, 20_000)

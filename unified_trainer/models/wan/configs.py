@@ -12,6 +12,7 @@ from unified_trainer.models.base import EXPERTS
 from unified_trainer.models.folder import outline
 
 INDEX = "model_index.json"
+CLIP = "image_encoder"  # component of a folder
 CLIP_TOKENS = 257  # of a condition image: 16 x 16 patches and one for all of it
 MASK_CHANNELS = 4  # of a network with an image, beside latents and image latents: pixel frames of a latent frame
 
@@ -145,6 +146,12 @@ class TextEncoderConfig(Schema):
 def transformer_config(folder: Path, component: str = EXPERTS[0]) -> TransformerConfig:
     """Read the config of a transformer; UserError names file and field."""
     return read_as(TransformerConfig, folder / component / "config.json")
+
+
+def clip_shape(folder: Path) -> tuple[int, int]:
+    """Return the tokens that CLIP makes of an image, one for each patch and one for all, and their channels."""
+    config = read_as(ClipConfig, folder / CLIP / "config.json")
+    return (config.image_size // config.patch_size) ** 2 + 1, config.hidden_size
 
 
 def vae_outline(folder: Path) -> AutoencoderKLWan:

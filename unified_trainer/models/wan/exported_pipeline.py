@@ -36,6 +36,7 @@ TIME_SCALE = 1000  # the network's time is 1000 sigma
 MAX_TEXT_TOKENS = 512  # what Wan was trained with; a tokenizer may say less
 ALIGNMENT = 64  # bytes, of what torch allocates on a CPU
 GATE = "to_gate_compress"  # FastVideo's name of the layer that adds the coarse branch of sparse attention
+SPAN = "span_proj"  # the layer by which a flow map reads how far a step goes
 NOISE = -1  # number of the draw that sampling starts from
 MASK_CHANNELS = 4  # beside image latents: pixel frames of a latent frame
 
@@ -52,6 +53,7 @@ class Sampler:
     precision: str  # "bf16": passes run under autocast; "fp32": in the precision of the weights
     sparse_share: float  # share of the tiles of keys that self-attention leaves out; 0: dense
     sparse_tile: list[int]  # tokens of a tile along time, height and width
+    flow_map: bool  # whether the network predicts the mean velocity of a whole step
     frames: int  # size of the run's videos in pixels
     height: int
     width: int
@@ -317,10 +319,11 @@ class Networks:
         running = [self.high] * (sampler.sigmas[0] >= boundary) + [self.low] * (sampler.sigmas[-2] < boundary)
         self.caches = [KVCache(network) for network in running] if sampler.chunk_frames else []
         self._norms = [layer for network in running for layer in network.modules() if isinstance(layer, nn.RMSNorm)]
-        sparse = running if sampler.sparse_share else []
-        self.opened: list[KVCache | SparseAttention] = [
+        sparse, flow_maps = (running if has else [] for has in (sampler.sparse_share, sampler.flow_map))
+        self.opened: list[KVCache | SparseAttention | FlowMap] = [
             *self.caches,
             *(SparseAttention(network, sampler) for network in sparse),
+            *(FlowMap(network, sampler) for network in flow_maps),
         ]
 
     def __enter__(self) -> "Networks":
@@ -444,8 +447,8 @@ class SparseAttention:
     def __init__(self, network: WanTransformer3DModel, sampler: Sampler) -> None:
         self.network, self.share, self.tile = network, sampler.sparse_share, sampler.sparse_tile
         self._before = [block.attn1.processor for block in network.blocks]
-        if GATE not in dict(network.blocks[0].named_children()):
-            self._read_gates(Path(network.config._name_or_path))
+        for number, block in enumerate(network.blocks):
+            add_layer(network, f"blocks.{number}", GATE, block.attn1.to_q)
 
     def open(self) -> None:
         """Put the sparse attention into the network."""
@@ -458,18 +461,6 @@ class SparseAttention:
         self._hook.remove()
         for block, processor in zip(self.network.blocks, self._before, strict=True):
             block.attn1.processor = processor
-
-    def _read_gates(self, folder: Path) -> None:
-        """Add the layer that diffusers' class does not have, of each block."""
-        held: dict[str, Tensor] = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, "pt") as tensors:
-                held |= {key: tensors.get_tensor(key) for key in tensors.offset_keys() if f".{GATE}." in key}
-        for number, block in enumerate(self.network.blocks):
-            like = block.attn1.to_q.weight
-            gate = nn.Linear(like.shape[1], like.shape[0], device=like.device, dtype=like.dtype)
-            gate.load_state_dict({part: held[f"blocks.{number}.{GATE}.{part}"] for part in ("weight", "bias")})
-            block.register_module(GATE, gate.requires_grad_(False))
 
     def _set_tiles(self, _network: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """Number the tiles of the pass's tokens, and the place of each token in its tile."""
@@ -511,6 +502,56 @@ class SparseAttention:
         slots = x.new_zeros(*x.shape[:2], len(self.sizes) * math.prod(self.tile), x.shape[3])
         sums = slots.index_copy(2, self.slot, x).unflatten(2, (len(self.sizes), -1)).sum(3, dtype=torch.float32)
         return (sums / self.sizes[:, None]).to(x)
+
+
+class FlowMap:
+    """While it is open, a network predicts the mean velocity of each of the sampler's steps (arXiv:2505.13447).
+
+    To the embedding of the time it adds a layer of the embedding of the step's length, by the same embedder.
+    """
+
+    def __init__(self, network: WanTransformer3DModel, sampler: Sampler) -> None:
+        self.network, self.embedder = network, network.condition_embedder
+        ends = sampler.sigmas[1:] if sampler.solver == "ode" else [0.0] * len(sampler.sigmas)
+        levels = torch.tensor([TIME_SCALE * sigma for sigma in sampler.sigmas]).tolist()  # rounded to float32
+        lengths = (TIME_SCALE * (sigma - end) for sigma, end in zip(sampler.sigmas, ends, strict=False))
+        self.lengths = dict(zip(levels, lengths, strict=False))
+        add_layer(network, "condition_embedder", SPAN, self.embedder.time_embedder.linear_2)
+
+    def open(self) -> None:
+        """Let the embedding of the time hold the length of the step too."""
+        hook = self.embedder.time_embedder.register_forward_hook(self._add_length)
+        self._hooks = [self.network.register_forward_pre_hook(self._note_step), hook]
+
+    def close(self) -> None:
+        """Give the network its own embedding back."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note_step(self, _network: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Find the length of the step in the pass's time, of which tokens of a known frame have 0."""
+        x, time = inputs[:2]
+        self.length = torch.full((len(x),), self.lengths[time.max().item()], device=x.device)
+
+    def _add_length(self, embedder: nn.Module, inputs: tuple[Tensor], embedded: Tensor) -> Tensor:
+        waves = self.embedder.timesteps_proj(self.length).to(inputs[0])
+        added = getattr(self.embedder, SPAN)(embedder.forward(waves))
+        return embedded + (added if embedded.ndim == 2 else added[:, None])
+
+
+def add_layer(network: WanTransformer3DModel, parent: str, name: str, like: nn.Linear) -> None:
+    """Add a linear layer that diffusers' class does not have, read from the network's folder, unless it is there."""
+    module = network.get_submodule(parent)
+    if name in dict(module.named_children()):
+        return
+    held: dict[str, Tensor] = {}
+    for file in sorted(Path(network.config._name_or_path).glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            own = [key for key in tensors.offset_keys() if key.startswith(f"{parent}.{name}.")]
+            held |= {key.rpartition(".")[2]: tensors.get_tensor(key) for key in own}
+    layer = nn.Linear(like.in_features, like.out_features, device=like.weight.device, dtype=like.weight.dtype)
+    layer.load_state_dict(held)
+    module.register_module(name, layer.requires_grad_(False))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

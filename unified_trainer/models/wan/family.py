@@ -9,14 +9,22 @@ import torch
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_as, read_json
-from unified_trainer.models.base import Family
-from unified_trainer.models.blueprint import Blueprint
+from unified_trainer.models.base import Family, Shape
+from unified_trainer.models.blueprint import Blueprint, heads_of
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan import exported_pipeline
 from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.models.wan.codec import WanCodec, latent_shape
-from unified_trainer.models.wan.configs import EXPERTS, INDEX, ModelIndex, check_folder, transformer_config, vae_outline
-from unified_trainer.models.wan.flow_map import FlowMapWanModel
+from unified_trainer.models.wan.configs import (
+    EXPERTS,
+    INDEX,
+    ModelIndex,
+    check_folder,
+    clip_shape,
+    transformer_config,
+    vae_outline,
+)
+from unified_trainer.models.wan.flow_map import FlowMapWanModel, check_velocity
 from unified_trainer.models.wan.image_model import FirstFrameWanModel, ImageChannelsWanModel
 from unified_trainer.models.wan.lora import published_adapter, published_layer
 from unified_trainer.models.wan.model import WanModel
@@ -36,9 +44,18 @@ def images(folder: Path) -> tuple[int, int]:
     return 0, int(index.is_file() and read_as(ModelIndex, index).expand_timesteps)
 
 
+def image_tensors(folder: Path, latent_shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what is encoded of an I2V network's image; nothing for TI2V, whose clips hold it."""
+    network = transformer_config(folder)
+    if network.in_channels == network.out_channels:
+        return {}
+    return {"image": latent_shape} | ({"clip": clip_shape(folder)} if network.image_dim else {})
+
+
 def open_model(folder: Path, component: str) -> WanModel:
     """Open a network of a folder, without weights: of text alone, or of text and an image."""
     check_dense(folder / component)
+    check_velocity(folder / component)
     kinds = {(0, 0): WanModel, (0, 1): FirstFrameWanModel, (1, 1): ImageChannelsWanModel}
     return kinds[images(folder)].open(folder, component)
 
@@ -122,11 +139,12 @@ WAN = Family(
     codec=load_codec,
     causal=CausalWanModel.open,
     images=images,
+    image_tensors=image_tensors,
     latent_channels=latent_channels,
     latent_shape=patched_latent_shape,
     tokens=tokens,
     attention_heads=attention_heads,
-    blueprint=Blueprint(model_class, WanCodec, heads=lambda config: config["num_attention_heads"]),
+    blueprint=Blueprint(model_class, WanCodec, heads=heads_of, flow_map=FlowMapWanModel),
     networks=networks,
     experts=EXPERTS,
     published_adapter=published_adapter,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Condition, Latents, PerSample
 from unified_trainer.models.flow_map import end_of
-from unified_trainer.models.folder import outline
+from unified_trainer.models.folder import WEIGHTS, check_component, check_new_layers, outline
 from unified_trainer.models.wan.image_model import FirstFrameWanModel
 from unified_trainer.models.wan.model import network_time
 
@@ -26,7 +26,9 @@ class FlowMapWanModel(FirstFrameWanModel):
 
     new_layers = (f"{LAYER}.weight", f"{LAYER}.bias")
 
-    def __init__(self, network: WanTransformer3DModel, folder: Path | None, device: torch.device) -> None:
+    def __init__(
+        self, network: WanTransformer3DModel, folder: Path | None = None, device: torch.device | None = None
+    ) -> None:
         """Add the layer on a device: zero, or on the meta device without memory until `read` brings it."""
         super().__init__(network, folder)
         self._span: Tensor | None = None  # network time of t - r in the pass that runs
@@ -40,10 +42,12 @@ class FlowMapWanModel(FirstFrameWanModel):
     def open(cls, folder: Path, component: str) -> Self:
         """Open a component of a folder; UserError for one that reads an image as channels."""
         place = folder / component
-        network = outline(cls.network_class, place)
+        network = outline(cls.network_class, place, cls.new_layers)
         if network.config.in_channels != network.config.out_channels:
             raise UserError(f"{place} reads an image as channels, and no such network is a flow map")
-        return cls(network, place, torch.device("meta"))
+        model = cls(network, place, torch.device("meta"))
+        check_new_layers(network, place, cls.new_layers)
+        return model
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
         """Predict the mean velocity of the step, in float32."""
@@ -54,3 +58,12 @@ class FlowMapWanModel(FirstFrameWanModel):
         waves = self.network.condition_embedder.timesteps_proj(self._span).to(inputs[0])
         added = self._layer(embedder.forward(waves))
         return embedded + (added if embedded.ndim == 2 else added[:, None])  # one time for each sample, or token
+
+
+def check_velocity(folder: Path) -> None:
+    """Raise UserError if a component's files hold the layer of a flow map, whose output is no velocity at one level."""
+    if any(key.endswith(FlowMapWanModel.new_layers) for key in check_component(folder, WEIGHTS)):
+        raise UserError(
+            f"{folder} holds a flow map ({LAYER}): set flow_map of the role that opens it, such as --student.flow-map, "
+            "or name the folder of another model"
+        )

@@ -1,7 +1,7 @@
 """The codec of Wan's networks with a condition image: latents of the image, and for Wan2.1 I2V tokens of CLIP."""
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,16 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Image
 from unified_trainer.basics.types import DTYPES, Condition, Latents
 from unified_trainer.models.encoders import EncoderConfig
-from unified_trainer.models.folder import check_described, load_strictly, read_pretrained
+from unified_trainer.models.folder import check_described, fingerprint, load_strictly, read_pretrained
 from unified_trainer.models.frozen_network import FrozenNetwork
-from unified_trainer.models.image_tensors import ImageTensors
+from unified_trainer.models.image_tensors import ImageTensors, of_tower
 from unified_trainer.models.wan.attention import TEXT_TOKENS
 from unified_trainer.models.wan.codec import WanCodec
-from unified_trainer.models.wan.configs import ClipConfig, transformer_config
+from unified_trainer.models.wan.configs import CLIP, ClipConfig, transformer_config
 
 GRAY = 0.5  # 0 in the VAE's range
-CLIP, PROCESSOR = "image_encoder", "image_processor"  # components of a folder
-NAMES: dict[str, Any] = {"weights": "model", "spare": ("position_ids",), "schema": ClipConfig}
+PROCESSOR = "image_processor"  # component of a folder
+NAMES: dict[str, Any] = {"weights": "model", "spare": ("position_ids",), "schema": ClipConfig, "inside": of_tower}
 
 
 class ImageWanCodec(WanCodec):
@@ -49,14 +49,14 @@ class ImageWanCodec(WanCodec):
 
             self._clip = FrozenNetwork(clip, device, offload=config.offload)
 
+    @property
+    def video_fingerprint(self) -> str:
+        """Identifies what latents and CLIP's tokens depend on, but for rounding."""
+        clip = [fingerprint(self.folder / CLIP)] if self._clip is not None else []
+        return " ".join([super().video_fingerprint, *clip])
+
     def encode_images(self, images: Sequence[tuple[Image, ...]], latent_shape: tuple[int, int, int, int]) -> Condition:
-        if any(len(images_of_request) != 1 for images_of_request in images):
-            raise UserError("some samples of a batch have a condition image and others have none: give each row one")
-        rows = [
-            self._images.get((image.sha256, *latent_shape), partial(self._encode, image, latent_shape))
-            for (image,) in images
-        ]
-        return Condition({name: torch.stack([row[name] for row in rows]).to(self._device) for name in rows[0]})
+        return self._images.condition(images, latent_shape, self._encode).map(lambda x: x.to(self._device))
 
     def first_frames(self, latents: Latents) -> Condition:
         if not self._first_alone:

@@ -8,9 +8,9 @@ network of Wan2.1 I2V also attends to `clip`, CLIP's tokens [b, n, d] of the ima
 import torch
 from torch import Tensor
 
-from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Condition, Latents, PerSample
 from unified_trainer.models.base import PassSize, Shape
+from unified_trainer.models.image_tensors import image_of, to_first_frame
 from unified_trainer.models.wan.attention import TEXT_TOKENS
 from unified_trainer.models.wan.configs import CLIP_TOKENS, MASK_CHANNELS
 from unified_trainer.models.wan.model import WanModel, network_time
@@ -19,8 +19,7 @@ from unified_trainer.models.wan.model import WanModel, network_time
 class FirstFrameWanModel(WanModel):
     """Wan2.2 TI2V: one network for text, and for text with an image, whose latents are the first latent frame.
 
-    The network sees the known frame clean, at noise level 0. The velocity there is (x_t - known) / sigma, so that
-    x_t - sigma velocity is the image at every step. Flow-matching losses are 0 there if the data begin with the image.
+    The network sees the known frame clean, at noise level 0.
     """
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
@@ -35,8 +34,7 @@ class FirstFrameWanModel(WanModel):
             x_t = self._shared.whole_gradient(x_t)
         x = torch.cat([known.to(x_t.dtype), x_t[:, :, 1:]], 2)
         v = self.network(x, time, cond["text"], return_dict=False)[0].float()
-        to_known = (x_t[:, :, :1] - known) / sigma.to(x_t).view(b, 1, 1, 1, 1)
-        return torch.cat([to_known, v[:, :, 1:]], 2)
+        return to_first_frame(v, x_t, sigma, known)
 
 
 class ImageChannelsWanModel(WanModel):
@@ -48,12 +46,7 @@ class ImageChannelsWanModel(WanModel):
         return (*WanModel.adapter_layers, *own)
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
-        if "image" not in cond.tensors:
-            raise UserError(
-                "this network needs a condition image for each sample: give prompts as a table (.jsonl, .csv or "
-                ".parquet) with the columns prompt and image"
-            )
-        image, time = cond["image"], network_time(sigma, x_t)
+        image, time = image_of(cond), network_time(sigma, x_t)
         mask = torch.zeros_like(image[:, :MASK_CHANNELS])
         mask[:, :, 0] = 1
         if self._shared:

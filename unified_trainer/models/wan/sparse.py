@@ -19,7 +19,7 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Latents
 from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.base import PassSize
-from unified_trainer.models.folder import WEIGHTS, check_component, outline
+from unified_trainer.models.folder import WEIGHTS, check_component, check_new_layers, outline
 from unified_trainer.models.sparse_attention import (
     Fine,
     SparseAttentionConfig,
@@ -79,11 +79,7 @@ class SparseWanModel(FirstFrameWanModel):
                 f"{place} reads an image as channels, and no such network has sparse attention: leave it out"
             )
         model = cls(network, place, config, torch.device("meta"))
-        held = {key: shape for key, shape in check_component(place, WEIGHTS).items() if key.endswith(cls.new_layers)}
-        own = {key: tuple(p.shape) for key, p in network.named_parameters() if key.endswith(cls.new_layers)}
-        if held and held != own:
-            wrong = sorted(key for key in own.keys() | held.keys() if own.get(key) != held.get(key))
-            raise UserError(f"{place}: {wrong[0]} is {held.get(wrong[0], 'absent')}, not {own.get(wrong[0], 'absent')}")
+        check_new_layers(network, place, cls.new_layers)
         return model
 
     def read(self, mesh: Mesh, merged: AdapterFile | None = None) -> None:

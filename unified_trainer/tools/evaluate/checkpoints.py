@@ -167,7 +167,7 @@ def _found(text: str, parsed: _Parsed | None, flags: Sequence[str], of_models: S
 def _served(text: str, flags: Sequence[str], settings: Sequence[str]) -> Checkpoint:
     run = parse([*(settings or OF_TINY), *flags])
     served = ServedStudent.of(text)
-    return Checkpoint("", served.url, None, False, served.settings(run), tuple(flags), served.weights, served)
+    return Checkpoint("", served.url, None, False, served.settings(run), tuple(flags), served.about["weights"], served)
 
 
 def _run(parsed: _Parsed, flags: Sequence[str]) -> Checkpoint:

@@ -124,7 +124,7 @@ def evaluate(
     summary = summarise(rows, plan, config, others)
     to = "" if not others[0] else "real clips" if reference is None else chosen[reference].name
     about = files.write(output, chosen, rows, plan, config, summary, to)
-    shown = pages.write(output, about, rows, int(video_megabytes * MEGABYTE), vote_seed)
+    shown = pages.write(output, about, rows, plan.prompts, int(video_megabytes * MEGABYTE), vote_seed)
     print_summary(summary, [checkpoint.name for checkpoint in chosen])
     say(f"{output}: {plan.size * len(plan.seeds)} samples of each of {len(chosen)} checkpoints; {shown}")
 

@@ -97,6 +97,16 @@ def sign_of(measure: str) -> int:
     return BETTER.get(measure.partition("/")[0], 0)
 
 
+def beside_zero(interval: Interval) -> bool:
+    """Whether there is an interval and it does not hold zero."""
+    return interval is not None and (interval[0] > 0 or interval[1] < 0)
+
+
+def verdict(measure: str, difference: float) -> int:
+    """Return 1 for a change to the better, -1 to the worse, 0 where the measure has no better and worse."""
+    return sign_of(measure) if difference > 0 else -sign_of(measure)
+
+
 def as_json(summary: Summary, names: Sequence[str]) -> dict[str, object]:
     """Return the summary as plain data, with the names of the checkpoints."""
     measures = {

@@ -170,7 +170,7 @@ def _key(checkpoint: Checkpoint, plan: Plan, reward: RewardConfig, device: str) 
     about = {"version": VERSION, "spec": checkpoint.spec, "weights": checkpoint.digest, "device": device}
     about |= {name: run[name] for name in ("sampler", "video")} | {"reward": scoring}
     if (served := checkpoint.served) is not None:
-        about |= {"served_by": served.about["device"], "encoding": served.encoding}
+        about |= {"served_by": served.about["device"], "encoding": served.asking.encoding}
     else:
         about |= {"base": run["student"]["path"], "precision": run["student"]["precision"]}
         encoders = checkpoint.run.encoders.on(device)

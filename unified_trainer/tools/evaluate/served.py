@@ -4,23 +4,52 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import Schema, checked
+from unified_trainer.basics.ranges import Seconds, at_least
 from unified_trainer.basics.types import Video
-from unified_trainer.rewards.video_json import PROTOCOL, TORCH, Encoding
+from unified_trainer.rewards.video_json import PROTOCOL, Encoding
 from unified_trainer.run.settings.command_line import with_settings
 from unified_trainer.run.settings.config import RunConfig
+from unified_trainer.run.settings.flags import apply, words_of
+from unified_trainer.run.settings.settings import settings_of
 from unified_trainer.tools.evaluate.plan import Plan, noise_number
 from unified_trainer.tools.serve.remote_student import RemoteStudent
 
 SIZE = ("frames", "height", "width", "fps")
-TOLD = ("name", *SIZE, "latents", "weights", "sampler", "device")  # what GET /health must hold
-OWN = "encoding=float32|uint8, timeout=SECONDS, token_variable=NAME and in_flight=REQUESTS"
+Size = Annotated[int, Field(ge=0, le=2**20)]
+
+
+class Health(Schema):
+    """Fields that `GET /health` must hold for an evaluation; settings of a run check sampler and size."""
+
+    name: str
+    weights: str
+    device: str
+    sampler: Any
+    frames: Any
+    height: Any
+    width: Any
+    fps: Any
+    latents: Annotated[list[Size], Field(min_length=4, max_length=4)]
+    images: Annotated[list[Size], Field(min_length=2, max_length=2)] = [0, 0]  # noqa: RUF012 - pydantic copies it
+
+
+@dataclass(frozen=True)
+class AskConfig:
+    """How a served student is asked: the settings behind its address."""
+
+    encoding: Encoding = "float32"
+    timeout: Seconds = 600.0  # within which a request must be answered
+    token_variable: str = ""  # environment variable with the server's token
+    in_flight: Annotated[int, at_least(1, 1000)] = 4  # requests that the server has at a time, at most
 
 
 def is_address(text: str) -> bool:
@@ -33,23 +62,21 @@ class ServedStudent:
     """The student behind a server, asked as docs/tools.md says, with what `GET /health` answered."""
 
     url: str
+    asking: AskConfig
     about: dict[str, Any] = field(hash=False)
-    encoding: Encoding = "float32"
-    timeout: float = 600.0  # seconds within which a request must be answered
-    token_variable: str = ""  # environment variable with the server's token
-    in_flight: int = 4  # requests that the server has at a time, at most
 
     @classmethod
     def of(cls, text: str) -> "ServedStudent":
         """Parse URL[,KEY=VALUE...] and ask the server what it is; UserError unless it can be evaluated."""
         url, *settings = text.split(",")
-        own = dict(_setting(text, setting) for setting in settings)
-        student = cls(url.rstrip("/"), {}, **own)
-        student.client()  # refuses wrong settings
-        return cls(student.url, student.health(), **own)
+        known = {setting.key: setting for setting in settings_of(AskConfig())}
+        given = {key: value for key, _, value in (setting.partition("=") for setting in settings)}
+        asking = apply(AskConfig(), words_of(given, known, text), text)
+        unasked = cls(url.rstrip("/"), asking, {})
+        return replace(unasked, about=unasked.health())
 
     def client(self) -> RemoteStudent:
-        return RemoteStudent(self.url, self.encoding, self.timeout, self.token_variable)
+        return RemoteStudent(self.url, self.asking.encoding, self.asking.timeout, self.asking.token_variable)
 
     def health(self) -> dict[str, Any]:
         """Return what the server says of itself; UserError without an answer, or with one that lacks something."""
@@ -60,8 +87,7 @@ class ServedStudent:
         protocol = about.get("protocol") if isinstance(about, dict) else None
         if protocol != PROTOCOL:
             raise UserError(f"{self.url} speaks protocol {protocol}, and this program {PROTOCOL}")
-        if lacks := [name for name in TOLD if name not in about]:
-            raise UserError(f"{self.url}/health lacks {', '.join(lacks)}, which an evaluation needs (docs/tools.md)")
+        checked(Health, about, f"{self.url}/health")
         return about
 
     def settings(self, run: RunConfig) -> RunConfig:
@@ -72,45 +98,20 @@ class ServedStudent:
     @property
     def name(self) -> str:
         """The name that the server gives itself, with the rounding of its videos if there is one."""
-        rounded = "" if self.encoding == "float32" else f",encoding={self.encoding}"
-        return f"{self.about['name']}{rounded}"
-
-    @property
-    def weights(self) -> str:
-        return str(self.about["weights"])
+        encoding = self.asking.encoding
+        return self.about["name"] + ("" if encoding == "float32" else f",encoding={encoding}")
 
     @property
     def images(self) -> tuple[int, int]:
         """The fewest and the most condition images that a sample takes; none where the server does not say."""
-        images = self.about.get("images", [0, 0])
-        if not isinstance(images, list) or len(images) != 2 or not all(type(count) is int for count in images):
-            raise UserError(f"{self.url}/health: images must be the fewest and the most of a sample, not {images}")
-        return images[0], images[1]
+        fewest, most = self.about.get("images", (0, 0))
+        return fewest, most
 
     @property
     def latent_shape(self) -> tuple[int, int, int, int]:
         """The shape of its latents [c, t, h, w], which two students must share to have the same noise."""
-        shape = self.about["latents"]
-        if not isinstance(shape, list) or len(shape) != 4 or not all(type(size) is int for size in shape):
-            raise UserError(f"{self.url}/health: latents must be [channels, frames, height, width], not {shape}")
-        channels, frames, height, width = shape
+        channels, frames, height, width = self.about["latents"]
         return channels, frames, height, width
-
-
-def _setting(text: str, setting: str) -> tuple[str, Any]:
-    key, _, value = setting.partition("=")
-    known = {field.name for field in fields(ServedStudent)} - {"url", "about"}
-    if key not in known:
-        raise UserError(f"{text}: {key} is no setting of a served student; have {OWN}")
-    try:
-        if key == "encoding":
-            return key, {name: name for name in TORCH}[value]
-        number = float(value) if key == "timeout" else int(value)
-    except (KeyError, ValueError):
-        raise UserError(f"{text}: {setting} cannot be; write {OWN}") from None
-    if key == "in_flight" and not 1 <= number <= 1000:
-        raise UserError(f"{text}: in_flight must be from 1 to 1000, not {number}")
-    return key, number
 
 
 class ServedVideos:
@@ -126,9 +127,11 @@ class ServedVideos:
         """Yield the videos of each part, in order; UserError that names the server if it fails or has changed."""
         begun = ended = time.perf_counter()
         parts, sent, taken = plan.parts(), deque[Future[tuple[Video, float]]](), 0
-        pool = ThreadPoolExecutor(self._student.in_flight, thread_name_prefix="request")
+        pool = ThreadPoolExecutor(self._student.asking.in_flight, thread_name_prefix="request")
         try:
-            sent.extend(pool.submit(self._request, plan, *part) for part in islice(parts, self._student.in_flight))
+            sent.extend(
+                pool.submit(self._request, plan, *part) for part in islice(parts, self._student.asking.in_flight)
+            )
             while sent:
                 video, end = self._answer(sent.popleft(), taken, plan)
                 sent.extend(pool.submit(self._request, plan, *part) for part in islice(parts, 1))
@@ -140,7 +143,7 @@ class ServedVideos:
         if (now := self._student.health()) != self._student.about:
             raise UserError(
                 f"{self._student.url} is another student than when the evaluation began: {now['name']} with weights "
-                f"{now['weights']}, before {self._student.name} with {self._student.weights}; call again"
+                f"{now['weights']}, before {self._student.name} with {self._student.about['weights']}; call again"
             )
 
     def _request(self, plan: Plan, seed: int, numbers: list[int]) -> tuple[Video, float]:

@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from unified_trainer.basics.terminal import console, printable
-from unified_trainer.tools.evaluate.measures import Difference, Interval, Measure, Summary, sign_of
+from unified_trainer.tools.evaluate.measures import Difference, Interval, Measure, Summary, beside_zero, verdict
 
 WIDTH = 200  # columns where the output is no terminal
 STYLES = {1: "green", 0: "bold", -1: "red"}
@@ -37,21 +37,10 @@ def _cell(measure: Measure, difference: Difference | None) -> Text:
     text = Text(printable(f"{measure.mean:.4g}{spread}"))
     if difference is None:
         return text
-    style = STYLES[verdict(difference)] if beside_zero(difference.interval) else "dim"
+    style = STYLES[verdict(difference.measure, difference.difference)] if beside_zero(difference.interval) else "dim"
     text.append(f"\n{difference.difference:+.3g}{_ends(difference.interval)}", style)
     return text
 
 
 def _ends(interval: Interval) -> str:
     return "" if interval is None else f" [{interval[0]:+.3g}, {interval[1]:+.3g}]"
-
-
-def beside_zero(interval: Interval) -> bool:
-    """Whether there is an interval and it does not hold zero."""
-    return interval is not None and (interval[0] > 0 or interval[1] < 0)
-
-
-def verdict(difference: Difference) -> int:
-    """Return 1 for a change to the better, -1 to the worse, 0 where the measure has no better and worse."""
-    sign = sign_of(difference.measure)
-    return sign if difference.difference > 0 else -sign

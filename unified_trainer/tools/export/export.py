@@ -65,11 +65,6 @@ def export(
     """
     check_empty(out)
     loaded = load_role(run, role, base, Mesh(torch.device("cpu")), causal=False)
-    if loaded.role.config.is_flow_map:
-        raise UserError(
-            f"{run} is a flow map, which diffusers cannot sample: its network has a layer more and reads where a step "
-            "ends. sample, evaluate and serve run it as it is"
-        )
     if adapter != "merge" and not loaded.role.config.adapter.rank:
         raise UserError(f"--adapter {adapter}: {run} trained all weights of {role}; leave it out")
     with new_folder(out) as folder:
@@ -176,7 +171,9 @@ def _write_sampler(loaded: LoadedRole, folder: Path) -> None:
 def _read(loaded: LoadedRole, folder: Path, component: str) -> VideoModel:
     sparse, family = loaded.role.config.sparse, loaded.family
     model: VideoModel
-    if sparse.share and family.sparse is not None:
+    if loaded.role.config.is_flow_map and family.flow_map is not None:
+        model = family.flow_map(folder, component)
+    elif sparse.share and family.sparse is not None:
         model = family.sparse(folder, component, sparse)
     else:
         model = family.model(folder, component)
@@ -218,7 +215,9 @@ def _write_components(loaded: LoadedRole, folder: Path, how: Literal["link", "co
 def _about(loaded: LoadedRole, role: str, spec: str) -> dict[str, Any]:
     """Say where the folder comes from, without a path of this machine, and how diffusers samples as the run does."""
     sampler, name = loaded.run.sampler, Spec.of(spec)
-    if euler_scheduler(sampler, given=loaded.family.given_levels) is None:
+    if loaded.role.config.is_flow_map:
+        how = "diffusers' own pipeline drops the layer by which a flow map reads the length of a step"
+    elif euler_scheduler(sampler, given=loaded.family.given_levels) is None:
         how = "diffusers has no scheduler for its sampler"
     else:
         alone = f"num_inference_steps={sampler.num_steps}, {_guidance(loaded)}"

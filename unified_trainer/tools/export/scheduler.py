@@ -20,10 +20,10 @@ TOLERANCE = 1e-6  # of a noise level
 def euler_scheduler(sampler: SamplerConfig, *, given: bool) -> FlowMatchEulerDiscreteScheduler | None:
     """Return the scheduler whose `sampler.num_steps` steps visit the sampler's noise levels, or None if none does.
 
-    A pipeline that has the levels 1, (n - 1) / n, ... 1 / n `given` to it shifts them alone. Otherwise
-    FlowMatchEulerDiscreteScheduler spaces n levels evenly from 1 to the shifted 1/1000, then shifts them, then
-    stretches 1 - sigma so that the last is shift_terminal. The sampler's are u = 1 - i d, shifted by s. Both are
-    Moebius maps of i that fix 1, so they are equal when the last level is, and the shift z solves
+    A pipeline that has the levels 1, (n - 1) / n, ... 1 / n `given` to it shifts them and stretches 1 - sigma so that
+    the last is shift_terminal, as the sampler does. Otherwise FlowMatchEulerDiscreteScheduler spaces n levels evenly
+    from 1 to the shifted 1/1000, then shifts and stretches them. The sampler's are u = 1 - i d, shifted by s and
+    stretched. Both are Moebius maps of i that fix 1, so they are equal when the last level is, and the shift z solves
     (1 - s) z^2 + (s r + 999 (1 - s)) z = s r, r = 999 / (d (n - 1)).
     """
     if sampler.chunks.causal:
@@ -31,6 +31,7 @@ def euler_scheduler(sampler: SamplerConfig, *, given: bool) -> FlowMatchEulerDis
     steps, s = sampler.num_steps, sampler.shift
     levels = sampler.sigmas().tolist()
     settings: dict[str, float | bool] = {"shift": s, "stochastic_sampling": sampler.solver == "sde"}
+    settings |= {"shift_terminal": sampler.terminal} if sampler.terminal else {}
     if steps > 1 and not given:
         d = 1 - sampler.step_sigmas[1] if sampler.step_sigmas else 1 / steps
         r = (TRAIN_STEPS - 1) / (d * (steps - 1))
@@ -58,6 +59,7 @@ def sampler_file(run: RunConfig, role: RoleConfig, boundary: float | None) -> di
         "precision": role.precision,
         "sparse_share": role.sparse.share,
         "sparse_tile": list(role.sparse.tile),
+        "flow_map": role.is_flow_map,
         **{"frames": video.frames, "height": video.height, "width": video.width},
         **dataclasses.asdict(sampler.chunks),
     }

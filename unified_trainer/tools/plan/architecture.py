@@ -69,7 +69,10 @@ HUNYUAN15 = {
 HUNYUAN15 |= {"text_embed_dim": 3584, "text_embed_2_dim": 1472, "image_embed_dim": 1152}
 BYT5: dict[str, Any] = {"vocab_size": 1510, "d_model": 1472, "d_kv": 64, "d_ff": 3584, "num_layers": 12, "num_heads": 6}
 BYT5 |= {"feed_forward_proj": "gated-gelu"}
+HUNYUAN15_ENCODERS: tuple[Any, Any] = ({"_class_name": "AutoencoderKLHunyuanVideo15"}, (QWEN_VL["text_config"], BYT5))
 T5_XXL = {**UMT5_XXL, "vocab_size": 32128, "feed_forward_proj": "gated-gelu"}
+LTX = {"num_layers": 28, "num_attention_heads": 32, "attention_head_dim": 64, "in_channels": 128, "out_channels": 128}
+LTX |= {"cross_attention_dim": 2048, "caption_channels": 4096}
 
 
 @dataclass(frozen=True)
@@ -101,11 +104,12 @@ PUBLISHED = {
         "StableDiffusion3Pipeline", SD3_MEDIUM, KL_VAE, (CLIP_L, CLIP_G, T5_XXL)
     ),
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": Published(
-        "HunyuanVideo15Pipeline",
-        HUNYUAN15,
-        {"_class_name": "AutoencoderKLHunyuanVideo15"},
-        (QWEN_VL["text_config"], BYT5),
+        "HunyuanVideo15Pipeline", {**HUNYUAN15, "task_type": "t2v"}, *HUNYUAN15_ENCODERS
     ),
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v": Published(
+        "HunyuanVideo15ImageToVideoPipeline", {**HUNYUAN15, "task_type": "i2v"}, *HUNYUAN15_ENCODERS
+    ),
+    "Lightricks/LTX-Video": Published("LTXPipeline", LTX, {"_class_name": "AutoencoderKLLTXVideo"}, (T5_XXL,)),
 }
 HPSV3_WEIGHTS = 8.29e9 - 152064 * 3584 + 3584 * 1024 + 1024 * 16  # without the vocabulary's head, with its own
 
@@ -122,6 +126,7 @@ class Architecture:
     text_encoders: tuple[Mapping[str, Any], ...]  # configs
     longest: tuple[int, ...]  # tokens of a prompt that each text encoder reads at most
     gates: int = 0  # layers of a block that the role's sparse attention adds
+    flow_map: bool = False  # whether the role is a flow map
 
     @property
     def blueprint(self) -> Blueprint:
@@ -137,7 +142,7 @@ class Architecture:
     @property
     def kind(self) -> ModelKind:
         """The class of the network's model."""
-        return self.blueprint.model(self.transformer)
+        return (self.blueprint.flow_map if self.flow_map else None) or self.blueprint.model(self.transformer)
 
     @cached_property
     def size(self) -> NetworkSize:

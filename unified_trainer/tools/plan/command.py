@@ -10,6 +10,7 @@ from unified_trainer.basics.ranges import Positive, PositiveFraction
 from unified_trainer.basics.terminal import console, printable, say
 from unified_trainer.run.exit_codes import DOES_NOT_FIT
 from unified_trainer.run.settings.command_line import parse
+from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.settings.settings import AllRunFlags
 from unified_trainer.tools.plan.advice import Better, better_settings, fitting_blocks
 from unified_trainer.tools.plan.cost import CONVOLUTIONS, LINKS, PRODUCTS, PUBLISHED, TRAFFIC
@@ -47,14 +48,20 @@ def plan(
     planned = estimate(run, machine.count)
     peak = planned.memory.total(planned.memory.peak)
     fits = peak <= machine.usable
-    alone, together = ([], None) if fits else better_settings(run, machine.count, peak, machine.usable)
-    if not fits and (blocks := fitting_blocks(planned, machine.usable)) is not None:
-        alone = [*alone, blocks]
+    if not json:
+        _print(planned, machine, mfu, fits=fits)
+    alone, together = ([], None) if fits else _advice(run, planned, machine, peak)
     if json:
         say(json_format.dumps(_plain(planned, machine, mfu, fits=fits, alone=alone, together=together), indent=1))
-    else:
-        _print(planned, machine, mfu, fits=fits, alone=alone, together=together)
+    elif not fits:
+        _say_better(machine, alone, together)
     return 0 if fits else DOES_NOT_FIT
+
+
+def _advice(run: RunConfig, planned: Estimate, machine: Hardware, peak: float) -> tuple[list[Better], Better | None]:
+    alone, together = better_settings(run, machine.count, peak, machine.usable)
+    blocks = fitting_blocks(planned, machine.usable)
+    return alone if blocks is None else [*alone, blocks], together
 
 
 def _plain(
@@ -98,9 +105,7 @@ def _entry(better: Better) -> dict[str, Any]:
     return {"flags": better.flags, "peak_bytes": better.peak}
 
 
-def _print(
-    planned: Estimate, machine: Hardware, mfu: float | None, *, fits: bool, alone: list[Better], together: Better | None
-) -> None:
+def _print(planned: Estimate, machine: Hardware, mfu: float | None, *, fits: bool) -> None:
     screen = console()
     if not screen.is_terminal:
         screen.width = WIDTH
@@ -115,7 +120,6 @@ def _print(
         say(f"fits {machine.count} x {machine.name}: {needs}")
     else:
         say(f"does not fit {machine.count} x {machine.name}, because {needs}")
-        _say_better(machine, alone, together)
 
 
 def _overview(planned: Estimate, machine: Hardware, mfu: float | None, *, fits: bool) -> Table:

@@ -1,8 +1,8 @@
 """Seconds of a training step and hours of a run on a card, from the work that the ranks do and the card's data sheet.
 
-No share below was measured on an accelerator. Products and elementwise traffic of a network follow one another; traffic
-between ranks runs beside them, and only what takes longer is waited for. Optimizer steps, checkpoints, compilation and
-reading of weights and data take no time.
+docs/performance.md compares them with an H200. Products and elementwise traffic of a network follow one another;
+traffic between ranks runs beside them, and only what takes longer is waited for. Optimizer steps, checkpoints,
+compilation and reading of weights and data take no time.
 """
 
 import math
@@ -15,9 +15,9 @@ from unified_trainer.tools.plan.architecture import Architecture
 from unified_trainer.tools.plan.flops import BACKWARD, PassFLOPs, score_flops
 from unified_trainer.tools.plan.hardware import NETWORK, NODE, Hardware
 
-PRODUCTS = 0.6  # assumed: of the dense bf16 peak in matrix products and attention
+PRODUCTS = 0.6  # of the dense bf16 peak in matrix products and attention; an H200 took 2 to 10% longer, compiled
 TRAFFIC = 0.9  # assumed: of the memory's bandwidth in elementwise work
-CONVOLUTIONS = 0.3  # assumed: of the peak in the VAE, at the precision of its convolutions
+CONVOLUTIONS = 0.16  # of the peak in the VAE, at the precision of its convolutions; an H200's in bf16
 LINKS = 0.7  # assumed: of the bandwidth between cards
 PUBLISHED = {  # device hours of headline runs by recipe and method, and who published them
     ("wan2.1-1.3b", "dmd2"): "768 H200 hours (FastVideo: 4,000 steps at 61 x 448 x 832, sparse attention, 64 cards)",

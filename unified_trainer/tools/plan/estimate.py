@@ -105,7 +105,16 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     boundaries = {path: models[name].boundary for name, path in paths_of(run).items()}
     steps = steps or (1 if method.sampled_by else STEPS)
     first = first if first >= 0 else run.steps // 2
-    counts = rehearse(run, frames, data_ranks, boundaries, first=first, steps=steps, shown_frames=shown_frames)
+    counts = rehearse(
+        run,
+        frames,
+        data_ranks,
+        boundaries,
+        first=first,
+        steps=steps,
+        shown_frames=shown_frames,
+        causal=models["student"].codec.causal,
+    )
     scorers, notes = _scorers(run)
     sizes = Sizes(run, models, ranks, scorers, table["samples per rank"], table["accumulation"])
     share = counts.repeats / counts.steps
@@ -139,10 +148,12 @@ def _models(run: RunConfig, sequence: int) -> dict[str, Architecture]:
     method, models = method_named(run.method), dict[str, Architecture]()
     for name, path in paths_of(run).items():
         model = architecture_of(name, path, run)
-        sparse = run.roles[method.roles[name].copy_of or name].sparse
-        models[name] = replace(model, gates=1) if sparse.share else model
+        config = run.roles[method.roles[name].copy_of or name]
+        models[name] = replace(model, gates=int(config.sparse.share > 0), flow_map=config.is_flow_map)
     for name, model in models.items():
         check_heads(name, model.heads, sequence)
+        if name == method.sampled_by:
+            check_heads(name, model.heads, run.rollouts.ranks, "rollouts.ranks")
         if model.family.causal is None and run.sampler.chunks.causal:
             raise UserError(f"{name}: this network has no causal form; set sampler.chunks.chunk_frames 0")
     return models

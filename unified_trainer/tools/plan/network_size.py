@@ -1,7 +1,8 @@
 """The sizes of a network, counted on its own layers without memory: weights, matrices, and the rows of a pass."""
 
 import functools
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +35,12 @@ class NetworkSize:
     width: int  # channels of a token
     ffn: int  # the most outputs that a layer of a block has for each token
     blocks: tuple[int, ...]  # weights of each
-    alike: bool  # whether all blocks have the same layers
+    kinds: tuple[tuple[int, ...], ...]  # numbers of the blocks that have the same layers
     weights: int  # without gates
     small: int  # weights that stay in fp32: norms and tables
     largest: int  # elements of the largest weight
     matrices: tuple[Matrices, ...]
+    new: int  # weights of layers that a folder may lack, which are trained beside an adapter
     gates: int = 0  # width x width layers of a block that sparse attention adds; they are trained beside an adapter
 
     @property
@@ -65,8 +67,8 @@ class NetworkSize:
         return self.layers * self.gates * (self.width + 1) * self.width
 
     def adapter(self, rank: int) -> int:
-        """Return the number of weights of an adapter on the layers that the family adapts, and of the gates."""
-        return rank * sum(matrix.adapted for matrix in self.matrices) + self._gates
+        """Return the number of weights of an adapter on the layers that the family adapts, and of new layers."""
+        return rank * sum(matrix.adapted for matrix in self.matrices) + self.new + self._gates
 
 
 def frozen_config(config: Mapping[str, Any]) -> Config:
@@ -143,12 +145,20 @@ def measured(model: VideoModel) -> NetworkSize:
         width=model.feature_size,
         ffn=ffn,
         blocks=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
-        alike=len({tuple((name, p.shape) for name, p in block.named_parameters()) for block in blocks}) == 1,
+        kinds=_kinds(blocks),
         weights=sum(sizes),
         small=sum(sizes) - rounded,
         largest=max(sizes),
         matrices=tuple(Matrices(*key, *value) for key, value in matrices.items()),
+        new=sum(p.numel() for name, p in network.named_parameters() if name.endswith(model.new_layers)),
     )
+
+
+def _kinds(blocks: Iterable[nn.Module]) -> tuple[tuple[int, ...], ...]:
+    kinds = defaultdict[tuple[Any, ...], list[int]](list)
+    for number, block in enumerate(blocks):
+        kinds[tuple((name, p.shape) for name, p in block.named_parameters())].append(number)
+    return tuple(map(tuple, kinds.values()))
 
 
 class _Reached(Exception):

@@ -5,11 +5,12 @@ from dataclasses import replace
 from unified_trainer.parallel.mesh import ParallelConfig
 from unified_trainer.run.registry import method_named
 from unified_trainer.tools.plan.estimate import Estimate
-from unified_trainer.tools.plan.memory import SAMPLING, held_networks, memory_of
+from unified_trainer.tools.plan.memory import SAMPLING, Sizes, held_networks, memory_of
 
 GIB = 2**30
 OF_WORKERS = (
     "activations",
+    "gathered weights",
     "KV cache",
     "VAE",
     "scorers",
@@ -31,11 +32,15 @@ def placement(planned: Estimate, usable: float) -> str | None:
         return (
             f"in the training processes with --rollouts.offload: {_gib(offloaded)} GiB a card in place of {_gib(there)}"
         )
-    apart = _apart(planned)
+    apart, ranks = _apart(planned), planned.run.rollouts.ranks
+    share = f" on each of {ranks} cards" if ranks > 1 else ""
     needs = f"the training processes need {_gib(offloaded)} GiB a card even with --rollouts.offload"
     if apart <= usable:
-        return f"apart, by --rollouts.workers: {needs}, a worker {_gib(apart)}"
-    return f"nowhere: {needs}, a worker {_gib(apart)}; lower algorithm.rollout_batch or the size of the videos"
+        return f"apart, by --rollouts.workers: {needs}, a worker {_gib(apart)}{share}"
+    return (
+        f"nowhere: {needs}, a worker {_gib(apart)}{share}; raise rollouts.ranks, or lower algorithm.rollout_batch or "
+        "the size of the videos"
+    )
 
 
 def _sampling(planned: Estimate, *, offload: bool) -> float:
@@ -47,19 +52,31 @@ def _sampling(planned: Estimate, *, offload: bool) -> float:
 
 
 def _apart(planned: Estimate) -> float:
-    """Return the peak of a worker that makes and scores samples: it holds the role that samples whole, on one card."""
-    counts, memory = planned.counts, planned.memory
-    alone = replace(planned.sizes, ranks=1, run=replace(planned.run, parallel=ParallelConfig()))
+    """Return the peak of a card of a rollout worker, whose cards share the role that samples.
+
+    The worker scores its samples too, unless reward workers do.
+    """
+    counts, sizes = planned.counts, _of_worker(planned)
+    memory = memory_of(counts, sizes)
     sampler = counts.roles[method_named(planned.run.method).sampled_by].backbones.values()
     weights = sum(
         network.weights
-        for (name, expert), network in held_networks(counts, alone).items()
+        for (name, expert), network in held_networks(counts, sizes).items()
         if counts.roles[name].backbones[expert] in sampler
     )
+    own, scorers = (
+        (SAMPLING, memory.always["scorers"]) if not planned.run.rollouts.reward_workers else (SAMPLING[:1], 0)
+    )
     phases = [
-        sum(memory.phases[phase].get(part, 0.0) for part in OF_WORKERS) for phase in SAMPLING if phase in memory.phases
+        sum(memory.phases[phase].get(part, 0.0) for part in OF_WORKERS) for phase in own if phase in memory.phases
     ]
-    return weights + memory.always["scorers"] + memory.always["VAE"] + max(phases)
+    return weights + scorers + memory.always["VAE"] + max(phases)
+
+
+def _of_worker(planned: Estimate) -> Sizes:
+    """Return what the memory of a card of a rollout worker depends on."""
+    ranks = planned.run.rollouts.ranks
+    return replace(planned.sizes, ranks=ranks, run=replace(planned.run, parallel=ParallelConfig(sequence=ranks)))
 
 
 def _gib(size: float) -> str:

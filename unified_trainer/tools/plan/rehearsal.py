@@ -98,12 +98,13 @@ def rehearse(
     first: int,
     steps: int,
     shown_frames: int,
+    causal: bool,
 ) -> Counts:
     """Count what a rank of `ranks` data ranks does in training steps `first`, `first` + 1, ..., and in a validation.
 
-    `latent_frames` are those of training, and `shown_frames` those of validations. `boundaries` holds for each path of
-    a role the noise level at which its two networks meet, None for one network. All groups have different rewards, so
-    that no update is skipped.
+    `latent_frames` are those of training, and `shown_frames` those of validations. `causal` is that of the codec.
+    `boundaries` holds for each path of a role the noise level at which its two networks meet, None for one network. All
+    groups have different rewards, so that no update is skipped.
     """
     method = method_named(run.method)
     with tempfile.TemporaryDirectory() as place, torch.random.fork_rng(devices=[]):
@@ -117,7 +118,7 @@ def rehearse(
         check_method(run, {name: run.roles[method.roles[name].copy_of or name] for name in plans}, plans)
         roles = load_roles(plans, mesh, half=True)
     counts = Counts(steps, repeats, plans, roles)
-    trainer = _trainer(small, method, plans, roles, mesh, (CHANNELS, latent_frames, 1, 1), counts)
+    trainer = _trainer(small, method, plans, roles, mesh, (CHANNELS, latent_frames, 1, 1), counts, causal=causal)
     for step in range(first, first + steps):
         with quiet_norms(), counts.listen().measure():
             trainer.step(step)
@@ -125,7 +126,7 @@ def rehearse(
         return counts
     samples = min(run.validation.batch, samples_of_rank(run.validation.num_samples, ranks))
     batch = trainer.loader.batch_of([0] * samples, list(range(samples)))
-    noise = torch.randn(samples, CHANNELS, shown_frames, 1, 1)
+    noise = torch.randn(samples, CHANNELS, shown_frames, 1, 1, device=mesh.device)
     with quiet_norms(), Meter(mesh.device, note=counts.validation.append).measure():
         generate(roles["student"], noise, batch, small.validated().sampler, lambda s: noise)
     return counts
@@ -226,16 +227,16 @@ class _Batches(Loader):
         self._run, self._shape = run, latent_shape
 
     def batch_of(self, indices: list[int], sample_ids: list[int]) -> Batch:
-        count, run = len(indices), self._run
-        text = Condition({"text": torch.zeros(count, TEXT_TOKENS, TEXT_WIDTH)})
-        latents = torch.randn(count, *self._shape) if run.trains_on == "clips" else None
+        count, run, device = len(indices), self._run, self.mesh.device
+        text = Condition({"text": torch.zeros(count, TEXT_TOKENS, TEXT_WIDTH, device=device)})
+        latents = torch.randn(count, *self._shape, device=device) if run.trains_on == "clips" else None
         trajectory = None
         if run.trains_on == "trajectories":
             ode: Any = run.algorithm.teacher_ode(run.sampler)  # a run on trajectories has one
             levels = ode.levels
-            states = torch.randn(count, len(levels), *self._shape)
+            states = torch.randn(count, len(levels), *self._shape, device=device)
             trajectory = Trajectory(levels, states, states[:, -1])
-        rejected = torch.randn(count, *self._shape) if run.algorithm.needs_pairs else None
+        rejected = torch.randn(count, *self._shape, device=device) if run.algorithm.needs_pairs else None
         ids = (Request.of(map(str, indices)), tuple(indices), tuple(sample_ids))
         return Batch(*ids, self._shape, text, text, latents, trajectory, rejected)
 
@@ -245,6 +246,7 @@ class _Codec(Codec):
     """Decodes latents to eight pixels a frame, and notes it; an image is encoded without a note."""
 
     counts: Counts
+    causal: bool
     folder = Path()
     text_fingerprint = video_fingerprint = ""
     text_tokens, text_width = TEXT_TOKENS, TEXT_WIDTH
@@ -278,7 +280,8 @@ class _Rollouts(LocalRollouts):
 
 def _score(video: Video, prompts: Sequence[str]) -> Tensor:
     """Give every sample another reward, with a gradient."""
-    return video.flatten(1).mean(1) + torch.arange(len(video)) + torch.rand(len(video))
+    number = torch.arange(len(video), device=video.device)
+    return video.flatten(1).mean(1) + number + torch.rand_like(number, dtype=torch.float32)
 
 
 def _trainer(
@@ -289,8 +292,10 @@ def _trainer(
     mesh: Mesh,
     latent_shape: tuple[int, int, int, int],
     counts: Counts,
+    *,
+    causal: bool,
 ) -> Trainer:
-    codec = _Codec(counts)  # type: ignore[abstract]  # it has what a step calls
+    codec = _Codec(counts, causal)  # type: ignore[abstract]  # it has what a step calls
     algorithm = cast(Any, run.algorithm)
     loader = _Batches(_Prompts(), codec, run.algorithm.plan(), latent_shape, "", run.seed, mesh)
     loader.use(run, latent_shape)

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+DEVICE = torch.ops.prim.device.default  # every second operation on fake tensors, which makes no tensor
 
 
 @contextmanager
@@ -38,6 +41,8 @@ class LiveBytes(TorchDispatchMode):
             self._seen[id(storage)] = weakref.ref(storage)
 
     def __torch_dispatch__(self, call: Any, _types: Any, arguments: Any = (), named: Any = None) -> Any:
+        if call is DEVICE:
+            return call(*arguments)
         for tensor in tree_leaves((arguments, named)):
             if isinstance(tensor, Tensor):
                 self._known(tensor)

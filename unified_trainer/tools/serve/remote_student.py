@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.requests import Image, Prompt, identity_of
+from unified_trainer.basics.requests import identity_of, with_image_files
 from unified_trainer.basics.types import Video
 from unified_trainer.rewards.image_json import images_to_json
 from unified_trainer.rewards.video_json import PROTOCOL, Encoding, from_json
@@ -43,13 +43,8 @@ class RemoteStudent:
         """
         if not prompts or batch < 1:
             raise UserError(f"sample needs at least one prompt and a batch of at least 1, not {len(prompts)}, {batch}")
-        if images and len(images) != len(prompts):
-            raise UserError(f"{len(prompts)} prompts but {len(images)} images, expected one image for each")
-        if images:
-            read = [Image.read(Path(file), "image") for file in images]
-            prompts = [Prompt(prompt, (image,)) for prompt, image in zip(prompts, read, strict=True)]
-        starts = range(0, len(prompts), batch)
-        return torch.cat([self._videos(list(prompts[i : i + batch]), seed + i) for i in starts])
+        given = with_image_files(prompts, images)
+        return torch.cat([self._videos(given[i : i + batch], seed + i) for i in range(0, len(given), batch)])
 
     def _videos(self, prompts: list[str], seed: int) -> Video:
         body: dict[str, Any] = {"protocol": PROTOCOL, "prompts": prompts, "encoding": self.encoding}

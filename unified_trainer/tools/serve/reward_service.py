@@ -11,25 +11,20 @@ from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.rewards.image_json import prompts_with_images
 from unified_trainer.rewards.video_json import from_json
 from unified_trainer.tools.serve.batch_queue import Batcher
-from unified_trainer.tools.serve.service import Service, texts
+from unified_trainer.tools.serve.service import Asked, Service, texts
 
 Score = Callable[[Video, Sequence[str]], PerSample]  # every score is finite
 
 
 @dataclass(frozen=True)
-class Clips:
+class Clips(Asked):
     """The videos of one request, with their prompts."""
 
     videos: Video
-    prompts: list[str]
 
     @property
     def kind(self) -> Hashable:
-        return (*self.videos.shape[1:], type(self.prompts[0]))  # with or without images
-
-    @property
-    def size(self) -> int:
-        return len(self.prompts)
+        return (super().kind, *self.videos.shape[1:])
 
 
 def reward_service(
@@ -46,7 +41,7 @@ def reward_service(
             raise UserError(f"{len(videos)} videos but {len(prompts)} prompts, expected one prompt for each")
         if videos.shape[2] < min_frames:
             raise UserError(f"{name} needs at least {min_frames} frames of a video, not {videos.shape[2]}")
-        return Clips(videos, prompts_with_images(prompts, asked.get("images")))
+        return Clips(prompts_with_images(prompts, asked.get("images")), videos)
 
     @torch.no_grad()
     def together(requests: Sequence[Clips]) -> list[list[float]]:

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -26,15 +26,21 @@ MOST = 1024  # videos of one request
 FOLDERS = re.compile(r"(?<![\w:/.~])[~.]{0,2}/(?:[^\s/:'\"]+/)*")  # of a path in a message; a URL is none
 
 
-@runtime_checkable
-class Asked(Protocol):
-    """A request that was read; the queue must know its kind and its size."""
+@dataclass(frozen=True)
+class Asked:
+    """A request that was read, with a prompt for each of its videos; the queue must know its kind and its size."""
+
+    prompts: list[str]
 
     @property
-    def kind(self) -> Hashable: ...  # only requests of one kind are worked on together
+    def kind(self) -> Hashable:
+        """Return what requests that are worked on together share: whether their prompts have images."""
+        return type(self.prompts[0])
 
     @property
-    def size(self) -> int: ...  # number of its videos
+    def size(self) -> int:
+        """The number of its videos."""
+        return len(self.prompts)
 
 
 Job = TypeVar("Job", bound=Asked)

@@ -2,7 +2,7 @@
 
 import base64
 import tempfile
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,27 +20,18 @@ from unified_trainer.rewards.video_json import to_json
 from unified_trainer.run.settings.config import plain
 from unified_trainer.tools.sample.sample import SampledRole, check_images, draw_latents
 from unified_trainer.tools.serve.batch_queue import Batcher
-from unified_trainer.tools.serve.service import Service, texts
+from unified_trainer.tools.serve.service import Asked, Service, texts
 
 KEYS = ("protocol", "prompts", "seeds", "encoding", "images")  # of a request
 MOST_BYTES = 2**24  # of a request
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The samples that one request asks for."""
+class Wanted(Asked):
+    """The samples that one request asks for; all have the size of the run's videos."""
 
-    prompts: list[str]
     seeds: list[int]
     encoding: Literal["float32", "uint8", "mp4"]
-
-    @property
-    def kind(self) -> Hashable:
-        return type(self.prompts[0])  # with or without images; all have the size of the run's videos
-
-    @property
-    def size(self) -> int:
-        return len(self.prompts)
 
 
 def student_service(

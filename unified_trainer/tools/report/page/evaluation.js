@@ -60,6 +60,7 @@ function showRows() {
     const made = element("div", box, undefined, "row"), prompt = element("p", made, `${row.prompt} `);
     prompt.dir = "auto";
     element("span", prompt, `seed ${row.seed}, sample ${row.sample}`);
+    if (DATA.images[row.number]) Object.assign(element("img", made, undefined, "given"), { src: DATA.images[row.number], alt: "condition image" });
     const columns = element("div", made, undefined, "columns");
     const figures = row.cards.map(() => element("figure", columns));
     videos(row.cards.map((card, i) => ({ parent: figures[i], position: card.video })));

@@ -25,6 +25,8 @@ function show() {
   const ballot = DATA.ballots[votes.at], box = get("pair"), given = votes.given[votes.at];
   box.replaceChildren();
   get("prompt").textContent = ballot.prompt;
+  get("given").replaceChildren();
+  if (DATA.images[ballot.number]) Object.assign(element("img", get("given")), { src: DATA.images[ballot.number], alt: "condition image" });
   const figures = ["left", "right"].map((side) => {
     const made = element("figure", box, undefined, given === side ? "chosen" : "");
     made.addEventListener("click", () => vote(side));
