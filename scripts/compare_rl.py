@@ -48,6 +48,7 @@ KINDS = {
     "diffusion_nft": Kind(f"--method diffusion_nft {SAMPLER} {TRAINED}", 4, 8),
     "awm": Kind(f"--method awm {SAMPLER} {TRAINED}", 4, 8),
     "online_dpo": Kind(f"--method online_dpo {SAMPLER} {TRAINED} --algorithm.num-samples 4", 4, 4),
+    "flow_dpo": Kind(f"--method flow_dpo {SAMPLER}", 0, 2),
     "dance on dmd2": Kind(f"{DANCE} {TRAINED}", 4, 3, from_dmd2=True),
 }
 

@@ -1,6 +1,6 @@
 """This script measures causal students of the tiny world: quality beyond the length of their run, and speed.
 
-    python scripts/measure_causal.py RUN... [--against RUN] [--samples 192] [--times 3]
+    python scripts/measure_causal.py RUN... [--against RUN] [--samples 192] [--times 3] [--recache]
 
 At a multiple of the length, the prompt alternates with its opposite: the shape moves there, back, and there again, so
 that the first chunk does not determine the rest. Accuracy is measured for each part with its own prompt. The Frechet
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=3, help="length of long videos in clips")
     parser.add_argument("--window-frames", type=int, help="latent frames in the KV cache for long videos")
     parser.add_argument("--sink-frames", type=int, help="how many of them are the first ones")
+    parser.add_argument("--recache", action="store_true", help="compute the KV cache anew where a prompt changes")
     arguments = parser.parse_args()
     console = Console(width=200)
     codec = WanCodec.load(TINY / "wan", CPU, EncoderConfig())
@@ -54,7 +55,8 @@ def main() -> None:
         one = student(run)
         short = made(of_length(one, FRAMES, None, None, BATCH), list(captions))
         long = of_length(one, arguments.times * (FRAMES - 1) + 1, arguments.window_frames, arguments.sink_frames, BATCH)
-        video = made(long, [" | ".join(islice(cycle([here, there(here)]), arguments.times)) for here in captions])
+        turned = [" | ".join(islice(cycle([here, there(here)]), arguments.times)) for here in captions]
+        video = made(long, turned, recache=arguments.recache)
         parts = [accuracy(part, captions, turned=i % 2 == 1) for i, part in enumerate(split(video))]
         chunks = [frechet_distance(seen, truth) for seen, truth in zip(features(video), real, strict=True)]
         whole = frechet_distance(torch.cat(features(short)), torch.cat(real[: len(features(short))]))
@@ -79,10 +81,10 @@ def there(caption: str) -> str:
     return caption.replace(way, OPPOSITE[way])
 
 
-def made(one: LoadedRole, prompts: list[str]) -> Video:
+def made(one: LoadedRole, prompts: list[str], *, recache: bool = False) -> Video:
     by_chunk = one.run.sampler.chunks.causal
-    requests = Request.of(prompts)
-    return torch.cat([torch.cat(list(parts), 2) for parts in pieces(one, requests, 0, BATCH, by_chunk=by_chunk)])
+    batches = pieces(one, Request.of(prompts), 0, BATCH, by_chunk=by_chunk, recache=recache)
+    return torch.cat([torch.cat(list(parts), 2) for parts in batches])
 
 
 def turning(captions: tuple[str, ...], times: int) -> Video:

@@ -48,6 +48,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """Leave everything imported so far out of the garbage collector's passes, which otherwise take seconds."""
     gc.freeze()
+    gc.set_threshold(10_000)
     gc.enable()
 
 
@@ -55,6 +56,10 @@ def pytest_addoption(parser):
     parser.addoption("--odd-values", type=int, default=0, help="values of each file that test_odd_configs.py tries")
     parser.addoption("--kills", type=int, default=0, help="how often test_kill.py kills each run; 0 is a few times")
     parser.addoption("--kills-first", type=int, default=0, help="number of the first life that is killed")
+
+
+def pytest_runtest_logstart():
+    checking.begin_test()
 
 
 @pytest.fixture(autouse=True)

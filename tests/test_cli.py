@@ -159,8 +159,8 @@ def test_another_pipeline_is_named(refused, wan):
     (wan / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     said = refused("--student.path", str(wan))
     assert (
-        "FluxPipeline is not supported; have HunyuanVideo15Pipeline, QwenImagePipeline, StableDiffusion3Pipeline, Wan"
-        in said
+        "FluxPipeline is not supported; have HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline, "
+        "LTXImageToVideoPipeline, LTXPipeline, QwenImagePipeline, StableDiffusion3Pipeline, Wan" in said
     )
 
 

@@ -9,13 +9,13 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.plugins import load_object
 from unified_trainer.basics.suggestions import must_know
 from unified_trainer.basics.terminal import console, say
 from unified_trainer.basics.trust import asking
+from unified_trainer.basics.versions import version_of
 from unified_trainer.methods import METHODS
 from unified_trainer.run.exit_codes import end, exit_code
 from unified_trainer.run.settings.flags import apply
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
                 say(_page(words, min(console().width, WIDEST)))
                 return 0 if words else 2
             if "--version" in words:
-                say(f"unified-trainer {version('unified-trainer')}, torch {version('torch')}")
+                say(f"unified-trainer {version_of('unified-trainer')}, torch {version_of('torch')}")
                 return 0
             if _names_command(words):
                 return apply(command_named(words[0]), words[1:])() or 0

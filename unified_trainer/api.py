@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.requests import Request
+from unified_trainer.basics.requests import Request, with_image_files
 from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.models.base import Codec
@@ -20,6 +20,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.reward import Reward
 from unified_trainer.roles.role import Role, Trainable
 from unified_trainer.run.checkpoint.mirror import saver_of
+from unified_trainer.run.registry import family_of
 from unified_trainer.run.settings.command_line import parse, with_settings
 from unified_trainer.run.settings.config import RunConfig, flat
 from unified_trainer.run.settings.settings import check_ranges
@@ -28,7 +29,7 @@ from unified_trainer.run.train import train as run_training
 from unified_trainer.run.validation.report import validate
 from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.report.after_training import report_after
-from unified_trainer.tools.sample.sample import draw_latents
+from unified_trainer.tools.sample.sample import check_images, draw_latents
 
 
 def configure(recipe: str, method: str, settings: Mapping[str, Any] | None = None) -> RunConfig:
@@ -76,18 +77,24 @@ class Student:
         return cls(loaded.run, loaded.role, codec, loaded.name)
 
     @torch.no_grad()
-    def sample(self, prompts: Sequence[str], *, seed: int = 0, batch: int = 8) -> Video:
+    def sample(
+        self, prompts: Sequence[str], *, images: Sequence[str | Path] = (), seed: int = 0, batch: int = 8
+    ) -> Video:
         """Return a video of each prompt, in [0, 1], `[n, 3, frames, height, width]`, made `batch` at a time.
 
-        Video i depends on its prompt and on seed + i: the command `sample` writes the same ones.
+        Video i depends on its prompt and on seed + i: the command `sample` writes the same ones. `images` are files
+        with a condition image for each prompt, for a student that takes some.
         """
         if not prompts or batch < 1:
             raise UserError(f"sample needs at least one prompt and a batch of at least 1, not {len(prompts)}, {batch}")
+        requests, folder = Request.of(with_image_files(prompts, images)), self.codec.folder
+        takes = family_of(self.role.name, str(folder))[0].images(folder)
+        check_images(self.name, takes, requests, "give images, one for each prompt" if takes[0] else "leave images out")
         parts = []
-        for start in range(0, len(prompts), batch):
-            texts = prompts[start : start + batch]
-            seeds = range(seed + start, seed + start + len(texts))
-            parts.append(self.codec.decode(draw_latents(self, self.codec, Request.of(texts), seeds)))
+        for start in range(0, len(requests), batch):
+            some = requests[start : start + batch]
+            seeds = range(seed + start, seed + start + len(some))
+            parts.append(self.codec.decode(draw_latents(self, self.codec, some, seeds)))
         return torch.cat(parts)
 
 
@@ -159,18 +166,29 @@ class Run:
             self._say(f"warning: {result.warning}")
         return result.metrics
 
-    def sample(self, prompts: Sequence[str], *, seed: int = 0, batch: int = 8, ema: bool = True) -> Video:
+    def sample(
+        self,
+        prompts: Sequence[str],
+        *,
+        images: Sequence[str | Path] = (),
+        seed: int = 0,
+        batch: int = 8,
+        ema: bool = True,
+    ) -> Video:
         """Return videos of the student, as `Student.sample` does; with `ema` by its EMA weights, if it keeps any."""
         student = self._student()
         with student.sampling_weights(ema=ema):
             one = Student(self.settings, student, self._built.codec, f"student after training step {self.steps_done}")
-            return one.sample(prompts, seed=seed, batch=batch)
+            return one.sample(prompts, images=images, seed=seed, batch=batch)
 
     @torch.no_grad()
-    def score(self, videos: Video, prompts: Sequence[str]) -> dict[str, PerSample]:
+    def score(
+        self, videos: Video, prompts: Sequence[str], *, images: Sequence[str | Path] = ()
+    ) -> dict[str, PerSample]:
         """Return scale x score of every scorer, held-out ones too, for videos in [0, 1]; "reward" is the weighted sum.
 
-        Raise UserError for a run without scorers.
+        `images` are files with the condition image of each video, for scorers that read them. Raise UserError for a run
+        without scorers.
         """
         reward = self._built.reward
         if not isinstance(reward, Reward) or not reward.scorers:
@@ -179,7 +197,7 @@ class Run:
                 "workers score or nothing is validated: set validate_every, and rollouts.evaluation_workers 0"
             )
         names = (*reward.weights, *reward.held_out)
-        parts = reward.parts(videos.to(self._mesh.device), tuple(prompts), names)
+        parts = reward.parts(videos.to(self._mesh.device), tuple(with_image_files(prompts, images)), names)
         total = {"reward": reward.total(parts[:, : len(reward.weights)])} if reward.weights else {}
         return total | dict(zip(names, parts.unbind(1), strict=True))
 

@@ -25,6 +25,9 @@ def test_the_flags_of_every_row_are_a_run_whose_calls_are_counted(name, monkeypa
     monkeypatch.setattr(command_line, "trained_sampler", lambda spec: trained)
     run = command_line.parse(flags)
     check(replace(run, init_from=None), ALONE)  # the run that it starts from is not made here
+    if run.method == "flow_dpo":  # each clip of a pair by student and reference; as many clips as samples of the others
+        assert (kind.rollout, kind.trained, 2 * run.algorithm.batch_size) == (0, 2, 64)
+        return
     steps, group = run.sampler.num_steps, run.algorithm.num_samples
     if steps == 20:  # the calls up to the first stochastic transition are made once for a group: equal noise
         starts = range(16) if run.algorithm.window.size else [0]

@@ -12,6 +12,14 @@ from beartype.roar import BeartypeDecorHintPep673Exception
 
 _checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # ints pass as floats, as Python's typing says
 _with_shapes = jaxtyping.jaxtyped
+CALLS = 4  # of each function that are checked in a test: training makes thousands, all alike
+_tests = 0  # that were begun
+
+
+def begin_test() -> None:
+    """Check the next CALLS calls of every function again."""
+    global _tests
+    _tests += 1
 
 
 def install() -> None:
@@ -34,19 +42,35 @@ def decorator(*, typechecker: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _function(given: Callable[..., Any], typechecker: Callable[[Any], Any]) -> Callable[..., Any]:
+    """With its first calls in a test checked; the checks are made when it is first called.
+
+    A function inside another one is left alone: it would be given new checks at each call of that one.
+    """
+    if not given.__annotations__ or "<locals>" in given.__qualname__:
+        return given
+    config, checked, test, left = jaxtyping.config, None, 0, CALLS
+
+    @functools.wraps(given)
+    def chosen(*arguments: Any, **named: Any) -> Any:
+        nonlocal checked, test, left
+        if test != _tests:
+            test, left = _tests, CALLS
+        if not left or config.jaxtyping_disable:
+            return given(*arguments, **named)
+        left -= 1
+        if checked is None:
+            checked = _with_checks(given, typechecker)
+        return checked(*arguments, **named)
+
+    return chosen
+
+
+def _with_checks(given: Callable[..., Any], typechecker: Callable[[Any], Any]) -> Callable[..., Any]:
     """With its types checked, and its shapes where it names any: a call with shapes costs thirty times as much."""
     hints = tuple(given.__annotations__.values())
     if any(map(_names_a_shape, _parts(hints))):
         return _with_shapes(given, typechecker=typechecker)
-    if not hints:
-        return given
-    with_types, config = typechecker(given), jaxtyping.config
-
-    @functools.wraps(given)
-    def chosen(*arguments: Any, **named: Any) -> Any:
-        return (given if config.jaxtyping_disable else with_types)(*arguments, **named)
-
-    return chosen
+    return typechecker(given)
 
 
 def check(thing: Any) -> Any:

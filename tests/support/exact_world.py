@@ -42,6 +42,7 @@ class ClassCodec:
     folder = Path()
     text_fingerprint = video_fingerprint = "classes"
     text_tokens = text_width = 1
+    causal = True
 
     def latent_shape(self, frames, height, width):
         return SHAPE

@@ -12,6 +12,7 @@ from helpers import (
     WAN,
     Recording,
     RecordingCritic,
+    RecordingStudent,
     copy_of,
     replicated,
     reward_of,
@@ -33,7 +34,6 @@ from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.experts import Balance, ExpertConfig, ExpertPair
 from unified_trainer.roles.role import Frozen, RoleConfig, TrainableConfig
 from unified_trainer.run.trainer import Trainer
@@ -59,10 +59,6 @@ CONFIGS = {
     ),
 }
 ROLES = ("student", "teacher", "critic")
-
-
-class RecordingCausal(Recording, CausalStudent):
-    """A causal student that keeps its gradients."""
 
 
 def networks(
@@ -139,7 +135,7 @@ def trainer(
             causal=chunked,
             offload=offload and bool(stays),
         )
-    kind = RecordingCausal if causal else Recording
+    kind = RecordingStudent if causal else Recording
     student = kind("student", made["student"](), role, moves=moves)
     config = dataclasses.replace(CONFIGS[method], **settings)
     encoded = torch.randn(8, *SHAPE, generator=torch.Generator().manual_seed(7))

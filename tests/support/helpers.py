@@ -6,6 +6,7 @@ import errno
 import fnmatch
 import functools
 import io
+import itertools
 import json
 import os
 import re
@@ -45,6 +46,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.reward import Reward, RewardConfig, of_images
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.experts import ExpertLayout
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
@@ -163,6 +165,10 @@ class Recording(Trainable):
         for p in self.weights.values():
             p.grad = None
         return {}
+
+
+class RecordingStudent(Recording, CausalStudent):
+    """A causal student that does."""
 
 
 class RecordingCritic(Recording, Critic):
@@ -536,11 +542,17 @@ def environment(**extra: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "WANDB_SILENT": "true"} | extra
 
 
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+PORTS = range(20_000 + WORKER % 8, 32_000, 8)  # below those that a system gives to connections, and no other worker's
+_ports = itertools.cycle([*PORTS[os.getpid() % len(PORTS) :], *PORTS[: os.getpid() % len(PORTS)]])
+
+
 def free_port() -> int:
     """Where the ranks of a run can meet."""
-    with contextlib.closing(socket.socket()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    while True:
+        with contextlib.closing(socket.socket()) as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", next(_ports)))
+            return listener.getsockname()[1]
 
 
 def shell(*words: str, cwd: Path = REPO, **extra: str) -> subprocess.CompletedProcess[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanImageToVideoPipeline, WanTransformer3DModel
 from helpers import WAN
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoTokenizer,
     CLIPImageProcessor,
@@ -68,7 +69,16 @@ def i2v_folder(folder: Path, *, clip: bool = False) -> Path:
         image_encoder=encoder,
         image_processor=CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=28) if clip else None,
     ).save_pretrained(folder)
+    if clip:
+        name_as_published(folder / "image_encoder")
     return folder
+
+
+def name_as_published(folder: Path) -> None:
+    """Rename the weights of a vision tower to what earlier versions of transformers wrote."""
+    weights = load_file(folder / "model.safetensors")
+    named = {f"vision_model.{name.removeprefix('vision_model.')}": weight for name, weight in weights.items()}
+    save_file(named, folder / "model.safetensors", {"format": "pt"})
 
 
 def _fill_zeros(network: torch.nn.Module) -> None:

@@ -22,23 +22,25 @@ WORD = r"\n|\w+|[^\w\s]"  # the template's first turn is 34 tokens, as with Qwen
 SAID = "a an big small red green blue yellow circle square triangle moving moves left right up down picture of and"
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = sorted({*re.findall(WORD, re.sub(r"<\|\w+\|>", "", TEMPLATE)), *SAID.split()})
+def tokenizer(text: str, word: str, longest: int, chat: str | None = None) -> PreTrainedTokenizerFast:
+    """A tokenizer of the turns of a chat that knows the words of a text and of captions."""
+    words = sorted({*re.findall(word, text), *SAID.split()})
     vocabulary = {word: number for number, word in enumerate(["<|endoftext|>", "[unknown]", *TURNS, *words])}
     made = Tokenizer(WordLevel(vocabulary, unk_token="[unknown]"))
-    made.pre_tokenizer = Split(Regex(WORD), "removed", invert=True)
+    made.pre_tokenizer = Split(Regex(word), "removed", invert=True)
     return PreTrainedTokenizerFast(
         tokenizer_object=made,
         unk_token="[unknown]",
         pad_token="<|endoftext|>",
         additional_special_tokens=list(TURNS),
-        model_max_length=34 + 24,
+        model_max_length=longest,
+        chat_template=chat,
     )
 
 
 def qwen_image_folder(folder: Path) -> Path:
     """Write the folder: 16 latent channels of 8 x 8 pixels, tokens of 2 x 2 latents, texts of up to 24 tokens."""
-    words = tokenizer()
+    words = tokenizer(re.sub(r"<\|\w+\|>", "", TEMPLATE), WORD, 34 + 24)
     sizes = {"num_attention_heads": 2, "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 32}
     rope = {"mrope_section": [2, 2, 2], "rope_type": "default", "type": "default"}
     text = sizes | {"num_key_value_heads": 2, "vocab_size": 64, "rope_scaling": rope, "rope_theta": 1e6}

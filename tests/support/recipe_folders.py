@@ -1,9 +1,12 @@
 """Folders of published models without weights: the configs of their sizes, which recipes are chosen by."""
 
 import json
+from typing import Any
 
 from helpers import WAN
 from ti2v_folder import ti2v_folder
+
+from unified_trainer.models.hunyuan15.configs import PIPELINES
 
 # The sizes of published models that recipes are chosen by: networks, and values of the transformers' configs.
 SIZES = {
@@ -19,16 +22,21 @@ SIZES["wan2.1-i2v-14b"] = (1, SIZES["wan2.1-14b"][1] | {"in_channels": 36, "imag
 SIZES["wan2.2-i2v-a14b"] = (2, SIZES["wan2.2-a14b"][1] | {"in_channels": 36})
 SIZES["qwen-image"] = (1, {"num_layers": 60, "num_attention_heads": 24, "joint_attention_dim": 3584})
 SIZES["sd3.5-medium"] = (1, {"num_layers": 24, "num_attention_heads": 24, "joint_attention_dim": 4096})
-SIZES["hunyuanvideo-1.5"] = (1, {"num_layers": 54, "num_attention_heads": 16, "text_embed_dim": 3584})
+HUNYUAN15 = {"num_layers": 54, "num_attention_heads": 16, "text_embed_dim": 3584}
+SIZES["hunyuanvideo-1.5"] = (1, HUNYUAN15 | {"task_type": "t2v"})
+SIZES["hunyuanvideo-1.5-i2v"] = (1, HUNYUAN15 | {"task_type": "i2v"})
+SIZES["ltx-video"] = (1, {"num_layers": 28, "num_attention_heads": 32, "in_channels": 128, "caption_channels": 4096})
 
 
-def model_folder(folder, networks: int, changes: dict[str, int]):
+def model_folder(folder, networks: int, changes: dict[str, Any]):
     """A pipeline folder with the configs of transformers of this size but without their weights."""
     folder.mkdir()
     if "joint_attention_dim" in changes:
         return image_folder(folder, changes)
     if "text_embed_dim" in changes:
         return hunyuan15_folder(folder, changes)
+    if "caption_channels" in changes:
+        return ltx_folder(folder, changes)
     vae = ti2v_folder(folder / "5b") / "vae" if changes.get("in_channels") == 48 else WAN / "vae"
     (folder / "vae").symlink_to(vae)
     index = json.loads((WAN / "model_index.json").read_text())
@@ -36,9 +44,12 @@ def model_folder(folder, networks: int, changes: dict[str, int]):
     if networks == 2:
         index |= {"transformer_2": index["transformer"], "boundary_ratio": 0.875}
     (folder / "model_index.json").write_text(json.dumps(index))
-    for component in ("transformer", "transformer_2")[:networks]:
+    clip = {"model_type": "clip_vision_model", "hidden_size": 1280, "image_size": 224, "patch_size": 14}
+    configs = dict.fromkeys(("transformer", "transformer_2")[:networks], network)
+    configs |= {"image_encoder": clip} if "image_dim" in changes else {}
+    for component, config in configs.items():
         (folder / component).mkdir()
-        (folder / component / "config.json").write_text(json.dumps(network))
+        (folder / component / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -56,11 +67,18 @@ def image_folder(folder, changes: dict[str, int]):
     return written(folder, pipeline, network | {"out_channels": 16} | changes, vae, scheduler)
 
 
-def hunyuan15_folder(folder, changes: dict[str, int]):
+def hunyuan15_folder(folder, changes: dict[str, Any]):
     """The same of HunyuanVideo 1.5."""
     network = {"_class_name": "HunyuanVideo15Transformer3DModel", "in_channels": 65, "out_channels": 32} | changes
     vae = {"_class_name": "AutoencoderKLHunyuanVideo15"}
-    return written(folder, "HunyuanVideo15Pipeline", network, vae, {"shift": 5.0})
+    return written(folder, PIPELINES[changes["task_type"]], network, vae, {"shift": 5.0})
+
+
+def ltx_folder(folder, changes: dict[str, int]):
+    """The same of LTX-Video."""
+    scheduler = {"use_dynamic_shifting": True, "base_shift": 0.95, "max_shift": 2.05, "base_image_seq_len": 1024}
+    network = {"_class_name": "LTXVideoTransformer3DModel"} | changes
+    return written(folder, "LTXPipeline", network, {"_class_name": "AutoencoderKLLTXVideo"}, scheduler)
 
 
 def written(folder, pipeline: str, network, vae, scheduler):

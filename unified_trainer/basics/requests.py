@@ -87,6 +87,19 @@ class Prompt(str):
         return str(self), self.images
 
 
+def with_image_files(prompts: Sequence[str], files: Sequence[str | Path]) -> list[str]:
+    """Return prompts, each with the condition image of its file; as they are where there are no files.
+
+    Raise UserError for another number of files than of prompts, and for one that holds no image.
+    """
+    if not files:
+        return list(prompts)
+    if len(files) != len(prompts):
+        raise UserError(f"{len(prompts)} prompts but {len(files)} images, expected one image for each")
+    images = [Image.read(Path(file), "image") for file in files]
+    return [Prompt(prompt, (image,)) for prompt, image in zip(prompts, images, strict=True)]
+
+
 def identity_of(prompt: str) -> tuple[str, tuple[Image, ...]]:
     """Return the text of a prompt and its condition images: equal for samples of equal requests alone."""
     return str(prompt), prompt.images if isinstance(prompt, Prompt) else ()

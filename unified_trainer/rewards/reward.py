@@ -220,7 +220,7 @@ class Reward(VideoReward):
     def score(self, x0: Latents, prompts: tuple[str, ...], step: int = 0) -> Scores:
         """Decode clean latents and score them; `total` of the parts is the reward.
 
-        Where all scorers look at the first frame alone, only the first latent frame is decoded: the codec is causal.
+        Where all scorers look at the first frame alone, only the first latent frame is decoded if the codec is causal.
         Pixel statistics are computed in every `statistics_every`-th training `step`, and in step 0. Raise
         NotFiniteError that names the student for latents that are not finite, if a scorer fails on them.
         """
@@ -272,7 +272,7 @@ class Reward(VideoReward):
 
     @phase("decode")
     def _decode(self, x0: Latents) -> Video:
-        first = all(self._configs[name].frames == "first" for name in self.weights)
+        first = self._codec.causal and all(self._configs[name].frames == "first" for name in self.weights)
         return self._codec.decode(x0[:, :, :1] if first else x0)
 
 

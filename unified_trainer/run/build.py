@@ -59,7 +59,7 @@ from unified_trainer.run.validation.sets import ValidationSets
 from unified_trainer.run.workers import cluster
 
 if TYPE_CHECKING:  # Ray is an extra
-    from unified_trainer.run.workers.workers import WorkerGroup
+    from unified_trainer.run.workers.group import WorkerGroup
 
 EMBEDDINGS = "prompt_embeddings"  # folder in the run directory
 
@@ -168,7 +168,7 @@ def _start_workers(run: RunConfig, plan: RunPlan, requests: Sequence[Request], m
         return None
     needed = store_bytes(plan)
     cluster.connect(run.ray, run.rollouts.cores, mesh, store=needed)
-    from unified_trainer.run.workers.workers import WorkerGroup
+    from unified_trainer.run.workers.group import WorkerGroup
 
     return WorkerGroup.start(run, build_sampling, build_evaluation, tuple(requests), mesh, store=needed)
 

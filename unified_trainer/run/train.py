@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 from torch.distributed import Store
 
 from unified_trainer.basics.errors import writing
 from unified_trainer.basics.terminal import say
+from unified_trainer.basics.versions import version_of
 from unified_trainer.parallel.agreement import assert_equal, flat
 from unified_trainer.parallel.device import set_allocator
 from unified_trainer.parallel.meeting import PeerFailedError, meeting
@@ -189,7 +189,7 @@ def _note_settings(run: RunConfig, output: Path, argv: Sequence[str], start: int
 
 def _compared(run: RunConfig, output: Path) -> dict[str, str]:
     """Return what must be equal on all ranks before a file is read."""
-    versions = {f"the version of {name}": version(name) for name in ("unified-trainer", "torch")}
+    versions = {f"the version of {name}": version_of(name) for name in ("unified-trainer", "torch")}
     return {**versions, **flat(settings.plain(run)), "output": str(output.absolute()), **code_of(run)}
 
 

@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import re
+from collections import ChainMap
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from clip_files import write_clips
+from clip_files import tensors, write_clips
 from helpers import ALONE, HPSV3, OF_CLIPS, REPO, flags
 from PIL import Image
 from real_clips import grays, write_exactly
@@ -16,6 +17,7 @@ from recipe_folders import SIZES, model_folder
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
+from unified_trainer.data.fastvideo import IMAGE_TENSORS
 from unified_trainer.data.video_reader import VideoError
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
@@ -29,8 +31,8 @@ from unified_trainer.tools.help_pages import of_method
 
 pytestmark = pytest.mark.slow
 
-NEVER_CAUSAL = ("qwen-image", "sd3.5-medium", "hunyuanvideo-1.5")
-TAKE_IMAGES = ("wan2.1-i2v-14b", "wan2.2-i2v-a14b")
+NEVER_CAUSAL = ("qwen-image", "sd3.5-medium", "hunyuanvideo-1.5", "hunyuanvideo-1.5-i2v", "ltx-video")
+TAKE_IMAGES = ("wan2.1-i2v-14b", "wan2.2-i2v-a14b", "hunyuanvideo-1.5-i2v")
 REAL = [recipe for recipe in settings.recipes() if not recipe.startswith("tiny")]
 
 
@@ -93,10 +95,8 @@ def prompts(tmp_path):
 IMAGELESS = {
     "flow_dpo": "needs a student without condition images",
     **dict.fromkeys(CAUSAL, "a causal student takes no condition image"),
-    "finetune": "clips in parquet files hold no first frames",
-    "consistency": "clips in parquet files hold no first frames",
-    "flow_map": "clips in parquet files hold no first frames",
 }
+NOT_STORED = dict.fromkeys(("finetune", "consistency", "flow_map"), "clips in parquet files hold no first frames")
 
 
 def with_images(run: settings.RunConfig, prompts) -> settings.RunConfig:
@@ -117,11 +117,14 @@ def test_every_method_of_every_recipe_passes_all_checks(models, prompts, recipe,
     if run.algorithm.needs_clips:
         family, folder = family_of("student", run.roles["student"].path)
         shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
-        write_clips(prompts.with_suffix(".parquet"), torch.zeros(1, *shape))
+        images = family.image_tensors(folder, shape).items()
+        columns = [tensors(IMAGE_TENSORS[name], [torch.zeros(size)]) for name, size in images]
+        write_clips(prompts.with_suffix(".parquet"), torch.zeros(1, *shape), **dict(ChainMap(*columns)))
     if recipe in TAKE_IMAGES:
         run = with_images(run, prompts)
-    if recipe in TAKE_IMAGES and method in IMAGELESS:
-        with pytest.raises(ConfigError, match=IMAGELESS[method]):
+    imageless = IMAGELESS | (NOT_STORED if recipe in NEVER_CAUSAL else {"flow_map": "reads an image as channels"})
+    if recipe in TAKE_IMAGES and method in imageless:
+        with pytest.raises(ConfigError, match=imageless[method]):
             check(run, ALONE)
         return
     refused = {**dict.fromkeys(CAUSAL, "has no causal form"), "flow_map": "is of a family without flow maps"}
@@ -139,7 +142,7 @@ def test_every_method_of_every_recipe_passes_all_checks(models, prompts, recipe,
         assert [request.text for request in plan.requests] == ([] if method in OF_CLIPS else ["a cat", "a dog"])
     assert 4 <= run.steps / run.checkpoint_every <= 20
     assert 10 <= run.steps / run.validate_every <= 40
-    negative = {"qwen-image": " ", "sd3.5-medium": "", "hunyuanvideo-1.5": ""}.get(recipe, "色调艳丽")
+    negative = {"qwen-image": " ", "ltx-video": "wors"}.get(recipe, "色调艳丽"[: 4 * (recipe not in NEVER_CAUSAL)])
     assert run.sampler.negative_prompt[:4] == negative
     if method in ("dance_grpo", "dance_ppo", "diffusion_nft", "awm", "online_dpo"):
         assert run.algorithm.plan().table(8)["optimizer updates"] == 1

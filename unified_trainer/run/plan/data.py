@@ -13,6 +13,7 @@ from unified_trainer.data.prompts import PromptFile, prompts_of, training_captio
 from unified_trainer.data.raw_clips import checked_videos, holds_videos
 from unified_trainer.data.row_kinds import ClipRows, RowKind, Shape, TrajectoryRows
 from unified_trainer.methods.base import Method
+from unified_trainer.models.base import Family
 from unified_trainer.parallel.agreement import files_in_words
 from unified_trainer.rewards.scorers import check_prompts
 from unified_trainer.run.settings.config import RunConfig
@@ -76,8 +77,11 @@ def validation_sets(run: RunConfig, *, images: bool = False) -> PromptFiles:
     return sets
 
 
-def read_clips(run: RunConfig, latent_shape: Shape) -> Clips:
-    """Return the clips that a run trains on; UserError names the file that is missing or does not fit."""
+def read_clips(run: RunConfig, family: Family, folder: Path, latent_shape: Shape) -> Clips:
+    """Return the clips that a run trains on; UserError names the file that is missing or does not fit.
+
+    `folder` is that of the student.
+    """
     path, pairs = Path(run.data.path), run.algorithm.needs_pairs
     if run.data.rejected and (not pairs or run.data.path == "tiny"):
         raise UserError(f"--data.rejected {run.data.rejected}: {run.method} reads no pairs with these settings")
@@ -99,7 +103,7 @@ def read_clips(run: RunConfig, latent_shape: Shape) -> Clips:
         return Clips(stored=stored, rejected=rejected)
     if run.trains_on == "clips" and holds_videos(path):
         return Clips(videos=checked_videos(path, run.video))
-    return Clips(stored=read_stored_files(path, _row_kind(run, latent_shape)))
+    return Clips(stored=read_stored_files(path, _row_kind(run, family, folder, latent_shape)))
 
 
 def check_captions(run: RunConfig, method: type[Method], clips: Clips, validates_prompts: bool) -> None:
@@ -131,9 +135,9 @@ def note_files(run: RunConfig, batch: BatchPlan, prompts: PromptFiles, clips: Cl
     return notes
 
 
-def _row_kind(run: RunConfig, latent_shape: Shape) -> RowKind:
+def _row_kind(run: RunConfig, family: Family, folder: Path, latent_shape: Shape) -> RowKind:
     if run.trains_on == "clips":
-        return ClipRows(latent_shape)
+        return ClipRows(latent_shape, family.image_tensors(folder, latent_shape))
     ode = run.algorithm.teacher_ode(run.sampler)
     assert ode is not None  # a run that trains on trajectories
     return TrajectoryRows(latent_shape, ode.levels, run.sampler.shift)

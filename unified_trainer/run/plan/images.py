@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unified_trainer.data.prompts import PromptFile
+from unified_trainer.data.row_kinds import RowKind
 from unified_trainer.models.base import Family
 from unified_trainer.run.plan.data import Clips, PromptFiles
 from unified_trainer.run.plan.roles import RolePlan
@@ -49,7 +50,7 @@ def check_images(
     takes = {name: family.images(folder) for name, (family, folder) in folders.items()}
     needs_pixels = any(fewest for fewest, _ in takes.values())
     if clips.stored is not None and needs_pixels:
-        raise ConfigError("data.path: clips in parquet files hold no first frames: give the videos themselves")
+        _check_stored(run, clips.stored.kind, prompts)
     if len(set(takes.values())) > 1:
         numbers = ", ".join(f"{name} {fewest} to {most}" for name, (fewest, most) in takes.items())
         raise ConfigError(f"the roles take different numbers of condition images ({numbers}): set their paths")
@@ -66,6 +67,17 @@ def check_images(
                     "image, so that all samples of an image would have one reward: set it to all, or to every with a "
                     "smaller frame_stride"
                 )
+
+
+def _check_stored(run: RunConfig, kind: RowKind, prompts: PromptFiles) -> None:
+    """Raise ConfigError for encoded clips if samples of the run would lack the image that the student needs."""
+    if not kind.images:
+        raise ConfigError("data.path: clips in parquet files hold no first frames: give the videos themselves")
+    if run.validate_every and not prompts["--validation.prompts"].requests:
+        raise ConfigError(
+            f"data.path: encoded clips hold no images for validations: set --validation.prompts ({TABLE}), or "
+            "--validate-every 0"
+        )
 
 
 def _count(key: str, file: PromptFile, fewest: int, most: int) -> int:

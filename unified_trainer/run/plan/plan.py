@@ -136,7 +136,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     family, folder = family_of("student", roles["student"].path)
     latent_shape, validation_shape = _latent_shapes(run, family, folder)
     prompts = prompt_files(run, images=family.images(folder)[1] > 0)
-    clips = read_clips(run, latent_shape)
+    clips = read_clips(run, family, folder, latent_shape)
     check_images(run, roles, prompts, clips, scores=method.uses_reward or run.validate_every > 0)
     check_captions(run, method, clips, bool(prompts["--validation.prompts"].requests))
     shown_prompts = prompts["--validation.prompts"].requests or prompts["--prompts"].requests
@@ -174,7 +174,11 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
 
 
 def _latent_shapes(run: RunConfig, family: Family, folder: Path) -> tuple[Shape, Shape]:
-    """Return the latent shapes of training and of validations; UserError for sizes that the student cannot make."""
+    """Return the latent shapes of training and of validations; UserError for videos that the student cannot make."""
+    if family.fps not in (None, run.video.fps):
+        raise ConfigError(
+            f"video.fps must be {family.fps:g}, not {run.video.fps:g}: the positions of this model's tokens are seconds"
+        )
     runs = (run, run.validated())
     shapes = [family.latent_shape(folder, own.video.frames, own.video.height, own.video.width) for own in runs]
     for own, shape in zip(runs, shapes, strict=True):

@@ -24,7 +24,7 @@ from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.init_from import check_same, roles_in, shapes_of
 from unified_trainer.run.plan.adapters import adapters_of
-from unified_trainer.run.registry import family_of, open_model
+from unified_trainer.run.registry import family_of, method_named, open_model
 from unified_trainer.run.settings.config import ConfigError, RunConfig
 
 
@@ -96,7 +96,7 @@ def layout_for(name: str, kind: type[Role], config: RoleConfig, path: str) -> Ex
 def check_roles(run: RunConfig, roles: Mapping[str, RolePlan], mesh: Mesh) -> None:
     """Raise UserError, naming the key, for roles whose networks, adapters and origins do not fit each other."""
     _check_init_from(run, roles)
-    _check_networks(roles, mesh)
+    _check_networks(run, roles, mesh)
     for name, role in roles.items():
         if role.trainable is not None:
             _check_adapter(name, role, role.trainable.adapter)
@@ -193,19 +193,22 @@ def _check_adapter(name: str, role: RolePlan, adapter: AdapterConfig) -> None:
                 )
 
 
-def check_heads(name: str, heads: int, sequence: int) -> None:
+def check_heads(name: str, heads: int, sequence: int, key: str = "parallel.sequence") -> None:
     """Raise ConfigError unless the ranks that share the tokens of a sample divide a role's attention heads."""
     if heads % sequence:
-        raise ConfigError(f"parallel.sequence ({sequence}) must divide the {heads} attention heads of {name}.path")
+        raise ConfigError(f"{key} ({sequence}) must divide the {heads} attention heads of {name}.path")
 
 
-def _check_networks(roles: Mapping[str, RolePlan], mesh: Mesh) -> None:
+def _check_networks(run: RunConfig, roles: Mapping[str, RolePlan], mesh: Mesh) -> None:
     """Latent channels must agree between roles, and sequence ranks must divide attention heads."""
     channels = {}
     for name, role in roles.items():
         family, folder = family_of(name, role.path)
         channels[name] = family.latent_channels(folder)
-        check_heads(name, family.attention_heads(folder), mesh.config.sequence)
+        heads = family.attention_heads(folder)
+        check_heads(name, heads, mesh.config.sequence)
+        if name == method_named(run.method).sampled_by:
+            check_heads(name, heads, run.rollouts.ranks, "rollouts.ranks")
         if issubclass(role.kind, Causal) and family.causal is None:
             raise ConfigError(
                 f"{name}.path {role.path}: this family has no causal form; set sampler.chunks.chunk_frames 0"
