@@ -5,10 +5,10 @@
     python scripts/bench_gpu.py --toy --out DIR
 
 It needs no network, no checkpoint and no data. Every section is one part of the table and runs in its own process with
-a time limit, the most useful section first. A row or a section that fails is marked, and the others still run. No row
-begins after `--minutes`, and one that still runs GRACE seconds later is stopped. DIR gets bench.json, which is written
-anew after every row, and bench.md, the table for docs/performance.md. `--toy` does the same with a narrow network and
-small videos, for a CPU.
+a share of the time that is left, the most useful section first. A row or a section that fails is marked, and the others
+still run. No row begins after `--minutes`, and one that still runs GRACE seconds later is stopped. DIR gets bench.json,
+which is written anew after every row, and bench.md, the table for docs/performance.md. `--toy` does the same with a
+narrow network and small videos, for a CPU.
 
 Model FLOPs are those of the forward and backward passes without recomputation; MFU divides them by the time and by the
 device's published dense bf16 rate.
@@ -127,7 +127,7 @@ STEPS = {
     "diffusion_nft": ("diffusion_nft", f"{GROUPS} 4", f"{GROUPS} 2"),
     "self_forcing": ("self_forcing", None, MATCHING),
 }
-COMPILED = {"uncompiled": False, "compiled": True}
+COMPILED = {"compiled": True, "uncompiled": False}
 RECOMPUTE: tuple[Recomputed, ...] = ("none", "selective", "full")
 
 
@@ -260,7 +260,7 @@ def log_ratio(bench: Bench) -> None:
 
 
 SECTIONS = {f.__name__: f for f in (log_ratio, forward, attention, methods, backward, vae)}  # most useful first
-MINUTES = {"log_ratio": 2.0, "forward": 1.0, "attention": 1.0, "methods": 2.5, "backward": 1.5, "vae": 0.5}
+SHARES = {"log_ratio": 2.0, "forward": 1.0, "attention": 1.0, "methods": 4.0, "backward": 2.0, "vae": 0.5}
 
 
 class _Passes:
@@ -511,8 +511,11 @@ def main(out: Path, toy: bool = False, only: tuple[str, ...] = (), minutes: floa
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "wan"
         if _in_process("weights", out, end, prepare, out, model, scale, command):
-            for section in only or SECTIONS:
-                until = min(end, time.monotonic() + 60 * MINUTES[section])
+            sections = only or tuple(SECTIONS)
+            for place, section in enumerate(sections):
+                begun = time.monotonic()
+                share = SHARES[section] / sum(SHARES[later] for later in sections[place:])
+                until = begun + share * max(0.0, end - begun)
                 _in_process(section, out, until, measure, section, out, model, scale, until)
     if any("failed" in row for row in _read(out)[1]):
         sys.exit(1)

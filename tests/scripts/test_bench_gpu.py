@@ -63,7 +63,7 @@ def test_sections_that_fail_do_not_end_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_gpu, "START", "fork")  # the process gets what is replaced here
     monkeypatch.setattr(bench_gpu, "write", lambda *_: None)
     monkeypatch.setattr(bench_gpu, "SECTIONS", {"dies": dies, "hangs": hangs, "works": works})
-    monkeypatch.setattr(bench_gpu, "MINUTES", {"dies": 1, "hangs": 1 / 60, "works": 1})
+    monkeypatch.setattr(bench_gpu, "SHARES", {"dies": 1, "hangs": 1 / 400, "works": 1})
     monkeypatch.setattr(bench_gpu, "GRACE", 0.0)
     with pytest.raises(SystemExit):
         bench_gpu.main(tmp_path, toy=True)
