@@ -296,7 +296,8 @@ class _Passes:
     def _role(self) -> tuple[Trainable, tuple[Tensor, Tensor, Condition]]:
         mesh, size = self._bench.mesh, self._bench.scale.architecture
         model = WanModel.open(self._bench.model, "transformer")
-        backbone = Backbone(model, mesh, trained=True, compile=self._compile, recompute=self._recompute)
+        how: dict[str, Any] = {"compile": self._compile, "recompute": self._recompute, "half_passes": True}
+        backbone = Backbone(model, mesh, trained=True, **how)
         role = Trainable("student", backbone, TrainableConfig(precision="bf16"))
         draw = torch.Generator(mesh.device).manual_seed(0)
         x = torch.randn(1, *self._video.latent_shape, device=mesh.device, generator=draw)
