@@ -24,6 +24,8 @@ from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Frozen, RoleConfig
 from unified_trainer.sampling.solver import SamplerConfig, generate
 from unified_trainer.tools.export.scheduler import euler_scheduler
+from unified_trainer.tools.load_run import load_role
+from unified_trainer.tools.sample.sample import videos, with_images
 
 pytestmark = pytest.mark.slow
 
@@ -136,13 +138,33 @@ def test_recomputed_blocks_give_the_same_gradient(folder, batch):
         assert_near(other, found[0])
 
 
+def settings(method: str, folder: Path, table: Path, output: Path) -> dict[str, object]:
+    data = {"data.path": table.parent / "clips"} if method == "finetune" else {"prompts": table}
+    named = {"method": method, "student.path": folder, "output": output, "validation.prompts": table}
+    return named | data | SIZE | OWN[method]
+
+
 @pytest.mark.parametrize("method", OWN)
 def test_methods_train_adapters_and_resume_bit_for_bit(folder, table, tmp_path, method):
-    data = {"data.path": table.parent / "clips"} if method == "finetune" else {"prompts": table}
-    named = {"method": method, "student.path": folder, "output": tmp_path / "whole", "validation.prompts": table}
-    assert main(flags(named | data | SIZE | OWN[method])) == 0
+    assert main(flags(settings(method, folder, table, tmp_path / "whole"))) == 0
     first, whole = (checkpoint_of(tmp_path / "whole", step) for step in (1, 2))
     weight = "student/weights/transformer_blocks.0.attn1.to_q.lora_B.weight"
     assert not torch.equal(first[weight], whole[weight])
     assert main(["--resume", str(cut_off(tmp_path / "whole", tmp_path / "half", 1))]) == 0
     assert_same(checkpoint_of(tmp_path / "half", 2), whole)
+
+
+def test_diffusers_samples_an_export_as_we_do(folder, batch, table, tmp_path):
+    """Its scheduler and merged weights; the pipeline gets the noise with the image's latents in the first frame."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert main(flags(settings("finetune", folder, table, run) | {"sampler.guidance-scale": 3.0})) == 0
+    role = load_role(str(run), "student", None, ALONE, causal=True)
+    ours = torch.cat(list(videos(role, with_images(role, [str(table)], []), 5, 2)))
+    assert main(["export", str(run), str(out)]) == 0
+    pipeline = LTXImageToVideoPipeline.from_pretrained(out)
+    noise = torch.randn(1, *batch.latent_shape, generator=torch.Generator().manual_seed(5))
+    given = {"num_frames": FRAMES, "height": HEIGHT, "width": WIDTH, "max_sequence_length": 14, "negative_prompt": ""}
+    given |= {"num_inference_steps": 3, "guidance_scale": 3.0, "output_type": "pt"}
+    given["latents"] = torch.cat([batch.cond["image"][:1], noise[:, :, 1:]], 2).flatten(2).transpose(1, 2)
+    made = pipeline(None, PROMPTS[0], **given).frames
+    torch.testing.assert_close(ours[:1].movedim(1, 2), made, rtol=0, atol=2e-5)

@@ -54,9 +54,8 @@ def test_a_network_of_several_roles_keeps_no_more_than_each_of_them_allows():
     assert least([]) == least([Recompute(), Recompute()]) == Recompute()
     assert least([Recompute(), Recompute("selective", 2), Recompute("selective", 5)]) == Recompute("selective", 5)
     assert least([Recompute("selective"), Recompute.of_setting("full", 3)]) == Recompute("selective", 3)
-    assert Recompute.of_setting(2, 3) == Recompute("selective", 2) and Recompute.of_setting(9, 3) == Recompute(
-        "selective", 3
-    )
+    assert Recompute.of_setting(2, 3) == Recompute("selective", 2)
+    assert Recompute.of_setting(3, 3) == Recompute.of_setting(9, 3) == Recompute.of_setting("full", 3)
     assert [Recompute("selective", 2).of(block) for block in range(4)] == ["full", "full", "selective", "selective"]
 
 

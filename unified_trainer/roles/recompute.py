@@ -46,9 +46,9 @@ class Recompute:
     @classmethod
     def of_setting(cls, how: ActivationMemory, blocks: int) -> "Recompute":
         """Return the choice of a setting for a network of so many blocks; a number n is full in n, else selective."""
-        if isinstance(how, int):
-            return cls("selective", min(how, blocks))
-        return cls(full=blocks) if how == "full" else cls(others=how)
+        if how == "full" or (isinstance(how, int) and how >= blocks):
+            return cls(full=blocks)
+        return cls("selective", how) if isinstance(how, int) else cls(others=how)
 
     @classmethod
     def least_memory(cls, several: Iterable["Recompute"]) -> "Recompute":

@@ -97,8 +97,9 @@ def counted(layers: int) -> tuple[int, int]:
     """Bytes of the forward and of the backward pass of Wan2.1-1.3B with this many blocks over 5460 tokens."""
     config = {**WAN, "num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960}
     network = Network(WanModel, frozen_config(config), "bf16", False, trained=True)
-    role = role_of(network, range(layers))
-    with FakeTensorMode(allow_non_fake_inputs=True), quiet_norms():
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    role = role_of(network, range(layers), fake)
+    with fake, quiet_norms():
         x = role.backbones[""].model.example(SHAPES[5460], 1, 512)
         with Traffic() as forward:
             velocity = role.velocity(*x)

@@ -63,7 +63,9 @@ def fitting_blocks(planned: Estimate, usable: float) -> Better | None:
         return memory.total(memory.peak)
 
     most = max(planned.sizes.models[name].size.layers for name in trained)
-    fitting = bisect_left(range(most + 1), True, key=lambda blocks: peak(blocks) <= usable)
+    if peak(most) > usable:
+        return None
+    fitting = bisect_left(range(most), True, key=lambda blocks: peak(blocks) <= usable)
     if not 0 < fitting < most:
         return None
     return _better({f"{name}.activation_memory": fitting for name in trained}, peak(fitting))

@@ -23,6 +23,7 @@ from unified_trainer.run.settings.config import RunConfig, load_recipe
 from unified_trainer.tools.plan.flops import decode_flops, encode_flops
 from unified_trainer.tools.plan.network_size import (
     CodecKind,
+    Config,
     ModelKind,
     NetworkSize,
     frozen_config,
@@ -145,12 +146,17 @@ class Architecture:
         return (self.blueprint.flow_map if self.flow_map else None) or self.blueprint.model(self.transformer)
 
     @cached_property
+    def config(self) -> Config:
+        """The config of the transformer, as a key of caches."""
+        return frozen_config(self.transformer)
+
+    @cached_property
     def size(self) -> NetworkSize:
-        return replace(size_of(self.kind, frozen_config(self.transformer)), gates=self.gates)
+        return replace(size_of(self.kind, self.config), gates=self.gates)
 
     def pass_size(self, shape: Shape) -> PassSize:
         """Return the size of a pass over one sample whose latents have this shape."""
-        return pass_size(self.kind, frozen_config(self.transformer), shape, self.text_tokens)
+        return pass_size(self.kind, self.config, shape, self.text_tokens)
 
     @property
     def heads(self) -> int:
@@ -190,13 +196,19 @@ class Architecture:
         if self.blueprint.images and frames != 1:
             raise UserError(f"video.frames must be 1, not {frames}: this model makes images")
         time, space = self.codec.scales(self.vae)
-        model = outline_of(self.kind, frozen_config(self.transformer))
+        channels, (high, wide) = self._input
+        if height // space % high or width // space % wide:
+            raise UserError(f"video.height and video.width {height} x {width}: patches do not divide them")
+        return channels, (frames - 1) // time + 1, height // space, width // space
+
+    @cached_property
+    def _input(self) -> tuple[int, tuple[int, int]]:
+        """The channels of the network's latents, and height and width of its patches."""
+        model = outline_of(self.kind, self.config)
         x_t, _, _ = model.example()
         patch = cast(Any, model.network).config.patch_size
         *_, high, wide = patch if isinstance(patch, list | tuple) else (patch, patch)
-        if height // space % high or width // space % wide:
-            raise UserError(f"video.height and video.width {height} x {width}: patches do not divide them")
-        return x_t.shape[1], (frames - 1) // time + 1, height // space, width // space
+        return x_t.shape[1], (high, wide)
 
 
 def architecture_of(role: str, path: str, run: RunConfig) -> Architecture:

@@ -135,7 +135,7 @@ def _offloaded(memory: Memory, held: Iterable[Held]) -> Memory:
 
 def _sampling(counts: Counts, sizes: Sizes, held: Networks) -> Phases:
     """The phase in which samples are made, of a method that makes some."""
-    passes = [_without(counts, sizes, call) for call in _distinct(counts.passes) if not call.gradient]
+    passes = [_without(counts, sizes, call) for call in _largest(counts.passes) if not call.gradient]
     if not passes:
         return {}
     rollouts, part = _rollouts(counts, sizes)
@@ -167,7 +167,8 @@ def _training(name: str, losses: list[list[Pass]], counts: Counts, sizes: Sizes,
     """The phases in which a role is trained: the largest of its losses, and the step of its optimizer."""
     own = [network for (user, _), network in held.items() if user == name]
     gradients = sum(network.gradients for network in own)
-    activations, added = max((_activations(counts, sizes, loss) for loss in _kinds(losses)), key=lambda pair: pair[0])
+    needs = [_activations(counts, sizes, loss) for loss in _largest_losses(losses)]
+    activations, added = max(needs, key=lambda pair: pair[0])
     kept = {
         "rollouts": _rollouts(counts, sizes)[0],
         "prompts and clips": _inputs(counts, sizes, in_parts=not counts.kept),
@@ -191,7 +192,7 @@ def _validating(counts: Counts, sizes: Sizes, held: Networks) -> dict[str, float
     batch = min(run.validation.batch, share)
     shown = replace(sizes, run=run.validated())
     video = shown.run.video
-    peak = max(_without(counts, shown, call).peak for call in _distinct(counts.validation))
+    peak = max(_without(counts, shown, call).peak for call in _largest(counts.validation))
     decode = _decoding(shown, batch, shown.latent[1], gradient=False)
     return {
         "activations or VAE": max(peak + _gathered(held) + _cache(shown, counts), decode),
@@ -319,7 +320,7 @@ def _network(counts: Counts, sizes: Sizes, call: Pass) -> Network:
     layers = model.size.layers_to_features if call.to_features else model.size.layers
     return Network(
         model.kind,
-        with_layers(frozen_config(model.transformer), layers),
+        with_layers(model.config, layers),
         config.precision,
         backbone.half,
         rank=rank,
@@ -350,7 +351,7 @@ def _without(counts: Counts, sizes: Sizes, call: Pass) -> PassBytes:
 def _activations(counts: Counts, sizes: Sizes, passes: list[Pass]) -> tuple[float, float]:
     """Return the activations of one loss, and the gradients at its peak that were not there before."""
     with_graph = [_pass(counts, sizes, call) for call in passes if call.gradient]
-    silent = [_pass(counts, sizes, call).peak for call in passes if not call.gradient]
+    silent = [_pass(counts, sizes, call).peak for call in _largest(passes) if not call.gradient]
     kept = sum(call.kept for call in with_graph)
     last, samples = with_graph[-1], max(call.samples for call in passes)
     extra = LATENTS * sizes.latent_bytes * samples
@@ -387,13 +388,27 @@ def _trains(name: str, passes: list[Pass]) -> bool:
     return any(call.gradient and call.role.startswith(name) for call in passes)
 
 
-def _distinct(passes: Iterable[Pass]) -> list[Pass]:
-    return list({(call.role, call.samples, call.tokens, call.gradient): call for call in passes}.values())
+def _largest(passes: Iterable[Pass]) -> list[Pass]:
+    """Return the passes that no other one covers: it then needs as much memory, and tracing a pass takes time."""
+    distinct = {(call.role, call.samples, call.tokens, call.gradient): call for call in passes}.values()
+    return [call for call in distinct if not any(_covers(other, call) for other in distinct if other is not call)]
 
 
-def _kinds(losses: list[list[Pass]]) -> list[list[Pass]]:
-    """Return the losses that differ in their passes."""
-    return list({tuple((p.role, p.samples, p.tokens, p.gradient) for p in loss): loss for loss in losses}.values())
+def _largest_losses(losses: list[list[Pass]]) -> list[list[Pass]]:
+    """Return the losses whose passes no other loss covers one by one."""
+    distinct = list({tuple((p.role, p.samples, p.tokens, p.gradient) for p in loss): loss for loss in losses}.values())
+
+    def covered(loss: list[Pass]) -> bool:
+        others = [other for other in distinct if other is not loss and len(other) == len(loss)]
+        return any(all(map(_covers, other, loss)) for other in others)
+
+    return [loss for loss in distinct if not covered(loss)]
+
+
+def _covers(large: Pass, small: Pass) -> bool:
+    """Whether a pass of the same network has as many samples, and as many tokens of each."""
+    same = (large.role, large.gradient, large.to_features) == (small.role, small.gradient, small.to_features)
+    return same and large.samples >= small.samples and large.tokens * small.samples >= small.tokens * large.samples
 
 
 def _cached(run: RunConfig) -> str:

@@ -104,47 +104,55 @@ def _trace(
     gradient: bool,
     fresh: bool,
 ) -> list[int]:
-    role = role_of(network, blocks)
+    fake, traces = FakeTensorMode(allow_non_fake_inputs=True), []
+    role = role_of(network, blocks, fake)
     model = next(iter(role.backbones.values())).model
-    traces = []
-    for before in (True, False) if gradient and fresh else (True,):
-        for p in role.network.parameters():
-            p.grad = torch.empty_like(p) if before and p.requires_grad else None
-        live = LiveBytes()
-        with FakeTensorMode(allow_non_fake_inputs=True), quiet_norms():
+    with fake, quiet_norms():
+        for before in (True, False) if gradient and fresh else (True,):
+            for p in role.network.parameters():
+                p.grad = torch.empty_like(p) if before and p.requires_grad else None
+            live = LiveBytes()
             inputs = model.example(latent, samples, text_tokens)
             with live, nullcontext() if gradient else torch.no_grad():
                 velocity = role.velocity(*inputs)
                 forward, kept = live.peak, live.now
                 if gradient:
                     velocity.square().mean().backward()
-        traces.append((forward, kept, live.peak))
+            traces.append((forward, kept, live.peak))
     (forward, kept, backward), *rest = traces
     return [forward, kept, backward, rest[0][2] if rest else backward]
 
 
-def role_of(network: Network, blocks: Collection[int]) -> Trainable | Frozen:
-    """A role with these blocks alone, whose weights are addresses without pages."""
+def role_of(network: Network, blocks: Collection[int], fake: FakeTensorMode) -> Trainable | Frozen:
+    """A role with these blocks alone, whose weights are tensors of `fake`: a pass would convert others every time."""
+    adapter = AdapterConfig(rank=network.rank)
     with torch.device("meta"):
         transformer = _with_blocks(network, blocks)
-        if network.half and not network.trained:  # here, where rounding copies nothing
+        if network.half and not network.trained:
             hold_in_bf16(transformer.requires_grad_(False))
-    transformer.to_empty(device="cpu")
-    adapter = AdapterConfig(rank=network.rank)
-    backbone = Backbone(
-        cast(VideoModel, network.kind(transformer)),
-        ALONE,
-        trained=network.trained,
-        adapters={"role": adapter} if network.rank else None,
-        recompute="full" if network.recompute.full else network.recompute.others,
-        half=network.half,
-    )
-    for p in backbone.model.network.parameters():
-        if p.requires_grad:  # an adapter has the dtype of its layer, which a real role rounds afterwards
-            p.data = p.data.float()
+        backbone = Backbone(
+            cast(VideoModel, network.kind(transformer)),
+            ALONE,
+            trained=network.trained,
+            adapters={"role": adapter} if network.rank else None,
+            recompute="full" if network.recompute.full else network.recompute.others,
+        )
+    with fake:
+        _replace_tensors(backbone.model.network)
     if not (network.trained or network.rank):
         return Frozen("role", backbone, RoleConfig(precision=network.precision))
     return Trainable("role", backbone, TrainableConfig(precision=network.precision, adapter=adapter))
+
+
+def _replace_tensors(network: nn.Module) -> None:
+    """Give a network on the meta device tensors of the CPU, of the mode that is on; what is trained is in float32."""
+    for module in network.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            dtype = torch.float32 if weight.requires_grad else weight.dtype
+            own = torch.empty(weight.shape, dtype=dtype, device="cpu")
+            setattr(module, name, nn.Parameter(own, weight.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
 
 
 def _with_blocks(network: Network, blocks: Collection[int]) -> Any:
@@ -200,12 +208,13 @@ def _decoded(codec: CodecKind, vae: Config, latent: Shape, *, half: bool, gradie
     dtype = torch.bfloat16 if half else torch.float32
     nn.Module.to(network, dtype)  # here, where it copies nothing; diffusers' own warns of modules kept in float32
     network.eval().requires_grad_(False)
+    live, where = LiveBytes(), FakeTensorMode(allow_non_fake_inputs=True) if gradient else torch.device("meta")
     if gradient:
-        network.to_empty(device="cpu")
+        with where:
+            _replace_tensors(network)
     if tile:
         codec.tile(network, tile)
-    live = LiveBytes()
-    with FakeTensorMode(allow_non_fake_inputs=True) if gradient else torch.device("meta"):
+    with where:
         x = torch.zeros(1, *latent, dtype=dtype, requires_grad=gradient)
         with live, nullcontext() if gradient else torch.no_grad():
             (codec.decoded(network, x).float() / 2 + 0.5).clamp(0, 1)
