@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import (
     HunyuanVideo15Transformer3DModel,
+    LTXVideoTransformer3DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     WanTransformer3DModel,
@@ -23,7 +24,9 @@ from fake import CUDA, Kernels, fake_cuda, moved
 
 from unified_trainer.basics.types import Condition
 from unified_trainer.models.hunyuan15.codec import GLYPHS
+from unified_trainer.models.hunyuan15.image_model import SIGLIP_TOKENS, ImageHunyuan15Model
 from unified_trainer.models.hunyuan15.model import Hunyuan15Model
+from unified_trainer.models.ltx.model import LtxModel
 from unified_trainer.models.qwen_image.model import QwenImageModel
 from unified_trainer.models.sd3.model import SD3Model
 from unified_trainer.models.wan.configs import CLIP_TOKENS
@@ -73,6 +76,18 @@ def wan(name: str, model: type[WanModel], latents: tuple[int, ...], **held: tupl
     return Case(WanTransformer3DModel, model, config, latents, cond, attentions)
 
 
+def hunyuan15(kind: str, model: type[Hunyuan15Model], **held: tuple[int, ...]) -> Case:
+    config = PUBLISHED[f"hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_{kind}"].transformer
+    text = {"text": (1000, 3584), "text_mask": (1000,), "glyphs": (GLYPHS, 1472), "glyphs_mask": (GLYPHS,)}
+    refined = LAYERS + 2  # with the attentions of the text's refiner
+    return Case(HunyuanVideo15Transformer3DModel, model, config, (32, 31, 30, 52), text | held, refined)
+
+
+def ltx(**held: tuple[int, ...]) -> Case:
+    config, text = PUBLISHED["Lightricks/LTX-Video"].transformer, {"text": (128, 4096), "text_mask": (128,)}
+    return Case(LTXVideoTransformer3DModel, LtxModel, config, (128, 21, 15, 22), text | held, 2 * LAYERS)
+
+
 OF_480P, OF_5B = (16, 21, 60, 104), (48, 31, 44, 80)
 CLIP = {"image": OF_480P, "clip": (CLIP_TOKENS, 1280)}
 CASES = {
@@ -98,14 +113,12 @@ CASES = {
         {"text": (333, 4096), "pooled": (2048,)},
         LAYERS + 1,
     ),
-    "HunyuanVideo-1.5": Case(
-        HunyuanVideo15Transformer3DModel,
-        Hunyuan15Model,
-        PUBLISHED["hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"].transformer,
-        (32, 31, 30, 52),
-        {"text": (1000, 3584), "text_mask": (1000,), "glyphs": (GLYPHS, 1472), "glyphs_mask": (GLYPHS,)},
-        LAYERS + 2,  # with those of the text's refiner
+    "HunyuanVideo-1.5 of text": hunyuan15("t2v", Hunyuan15Model),
+    "HunyuanVideo-1.5 of an image": hunyuan15(
+        "i2v", ImageHunyuan15Model, image=(32, 1, 30, 52), siglip=(SIGLIP_TOKENS, 1152)
     ),
+    "LTX-Video of text": ltx(),
+    "LTX-Video of an image": ltx(image=(128, 1, 15, 22)),
 }
 
 

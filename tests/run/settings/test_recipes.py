@@ -378,3 +378,10 @@ def test_the_recipe_with_a_window_differs_in_the_window_alone():
     draw = np.random.default_rng(0)
     places = {window.algorithm.window_at(step, window.sampler, draw).start for step in range(window.steps)}
     assert places == {*range(16)}
+
+
+@pytest.mark.parametrize("recipe", [*TAKE_IMAGES, "ltx-video"])
+def test_a_gradient_of_a_reward_sees_the_first_the_middle_and_the_last_frame(recipe):
+    run = parsed("--recipe", recipe, "--method", "reward_gradient")
+    frames = run.video.frames
+    assert [*range(0, frames, run.reward.stride(frames))] == [0, frames // 2, frames - 1]
