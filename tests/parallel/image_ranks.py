@@ -82,12 +82,13 @@ def folders(root: Path) -> None:
 
 
 def batch_of(folder: Path) -> Batch:
-    """Two samples, of one text and two images or of two texts."""
+    """Two samples, of one text and two images or of two texts; HunyuanVideo also reads the letters of the quoted word."""
     kind = KINDS[folder.name]
     codec, (_, *sides) = kind.family.codec(folder, CPU, EncoderConfig()), kind.size
     draw = np.random.default_rng(0)
     images = [Image.of(draw.integers(0, 255, (*sides, 3), dtype=np.uint8)) for _ in range(2)]
-    requests = [Request("a red circle", (image,)) for image in images] if kind.images else Request.of(CAPTIONS[:2])
+    text = 'a red circle that says "one"'
+    requests = [Request(text, (image,)) for image in images] if kind.images else Request.of(CAPTIONS[:2])
     shape = codec.latent_shape(*kind.size)
     return make_batch(codec, requests, codec.encode_text([""]), shape, prompt_ids=[0, 1], sample_ids=[0, 1])
 
