@@ -141,7 +141,9 @@ def _attention(
     assert dropout_p == 0 and not is_causal and not enable_gqa
     if attn_mask is None:
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=scale)[0]
-    bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    if attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    bias = attn_mask.to(query.dtype)  # as autocast does
     bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     kept = torch.is_grad_enabled()
     return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, kept, scale=scale)[0]

@@ -82,7 +82,7 @@ def folders(root: Path) -> None:
 
 
 def batch_of(folder: Path) -> Batch:
-    """Two samples, of one text and two images or of two texts; HunyuanVideo also reads the letters of the quoted word."""
+    """Two samples, of one text and two images or of two texts; HunyuanVideo reads the quoted word by letters."""
     kind = KINDS[folder.name]
     codec, (_, *sides) = kind.family.codec(folder, CPU, EncoderConfig()), kind.size
     draw = np.random.default_rng(0)

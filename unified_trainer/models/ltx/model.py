@@ -35,6 +35,9 @@ class LtxModel(DiffusersModel):
     def __init__(self, network: LTXVideoTransformer3DModel, folder: Path | None = None) -> None:
         super().__init__(network, folder)
         self._shared: SelfAttention | None = None
+        for block in network.transformer_blocks:
+            for norm in (block.attn1.norm_q, block.attn1.norm_k, block.attn2.norm_q, block.attn2.norm_k):
+                norm.register_forward_pre_hook(_widen)
 
     def share_tokens(self, mesh: Mesh) -> None:
         self._shared = SelfAttention(self.network, mesh)
@@ -102,3 +105,8 @@ class LtxModel(DiffusersModel):
         device = next(self.network.parameters()).device
         cond = Condition({"text": text, "text_mask": mask}).map(lambda x: x.to(device))
         return x_t.to(device), torch.full((samples,), 0.5, device=device), cond
+
+
+def _widen(_norm: nn.RMSNorm, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    """Widen the input to float32, the dtype of the norm's weight: of a bf16 one torch would make several kernels."""
+    return (inputs[0].float(),)

@@ -36,7 +36,8 @@ class SelfAttention(SharedTokens):
     ) -> Float[Tensor, "b own width"]:
         query = apply_rotary_emb(attn.norm_q(attn.to_q(hidden_states)), image_rotary_emb)
         key = apply_rotary_emb(attn.norm_k(attn.to_k(hidden_states)), image_rotary_emb)
-        parts = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, attn.to_v(hidden_states)))
+        value = attn.to_v(hidden_states)
+        parts = (x.to(value).unflatten(2, (attn.heads, -1)) for x in (query, key, value))
         query, key, value = (self.video_heads(x).transpose(1, 2) for x in parts)
         seen = scaled_dot_product_attention(query, key, value).transpose(1, 2)
         return attn.to_out[0](self.video_tokens(seen).flatten(2))
