@@ -247,6 +247,8 @@ def vae(bench: Bench) -> None:
             config = EncoderConfig(vae_precision=precision, vae_channels_last=last)
             name = f"decode {bench.scale.small}, {precision}, {'channels last' if last else 'contiguous'}"
             bench.row("vae", name, lambda c=config: _decode(bench, c))
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+        bench.row("vae", f"{name}, kernels of convolutions by their time", lambda c=config: _decode(bench, c))
 
 
 def log_ratio(bench: Bench) -> None:
