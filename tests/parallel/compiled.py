@@ -50,6 +50,7 @@ CASES = {
     "sparse": "selective",
 }
 EAGER = ("adapters", "causal", "rounded")  # with the back end "eager": faster, and enough to count graphs
+UPDATED = ("none", "full")  # in passes with gradient alone, for what they keep
 
 
 def roles_of(case: str, compile: bool) -> tuple[Trainable, Frozen]:
@@ -79,7 +80,8 @@ def loss_of(case: str, student: Trainable, x: torch.Tensor, cond: Condition) -> 
     """Sample without gradient, and compute a loss with it."""
     if case != "causal":
         with torch.no_grad():
-            student.velocity(x, SIGMA, cond)
+            if case not in UPDATED:
+                student.velocity(x, SIGMA, cond)
         return student.velocity(x, SIGMA, cond).square().mean()
     loss = torch.zeros(())
     with student.running() as model:
@@ -111,7 +113,8 @@ def main() -> None:
                     student.backbones[""].model.share = 0.3 + 0.3 * step  # a rising share needs no new graph
                 kept.clear()  # addresses are used again in the next step
                 before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-                teacher.velocity(inputs, SIGMA, cond)
+                if case not in UPDATED:
+                    teacher.velocity(inputs, SIGMA, cond)
                 with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
                     loss = loss_of(case, student, inputs, cond)
                 student.network.zero_grad()
