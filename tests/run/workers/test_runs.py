@@ -52,17 +52,23 @@ def assert_equal_runs(left: Path, right: Path, step: int = 3) -> None:
     assert_same(checkpoint_of(left, step), checkpoint_of(right, step))
 
 
-DYING = """
-import os, signal
+ENDING_THE_SCHEDULER = """
 from pathlib import Path
 
 import ray
 
-def score(video, prompts):
+def end_scheduler():
     for scheduler in Path(__file__).parent.glob("scheduler"):
         scheduler.unlink()
-        (name,) = (name for name in ray.util.list_named_actors() if name.startswith("scheduler"))
-        ray.kill(ray.get_actor(name), no_restart=False)
+        for name in ray.util.list_named_actors():
+            if name.startswith("scheduler"):
+                ray.kill(ray.get_actor(name), no_restart=False)
+"""
+DYING = f"""
+import os, signal
+{ENDING_THE_SCHEDULER}
+def score(video, prompts):
+    end_scheduler()
     for death in Path(__file__).parent.glob("death-*"):  # the next one, which is then over
         death.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -178,10 +184,10 @@ def test_adapters_go_straight_from_memory_to_memory(ray, warm, tmp_path, dying):
     assert_equal_runs(alone, there)
 
 
-WAITING = """
-from pathlib import Path
-
+WAITING = f"""
+{ENDING_THE_SCHEDULER}
 def score(video, prompts):
+    end_scheduler()
     name = "held" if "held out" in prompts else "calls"
     for there, mode in (("begun", "wb"), (name, "rb")):
         with (Path(__file__).parent / there).open(mode, buffering=0) as pipe:
@@ -215,7 +221,8 @@ def waiting(tmp_path):
 def test_ray_starts_the_ranks_and_a_rank_may_die(warm, tmp_path, waiting):
     """Two ranks, an evaluation worker, and a rollout worker that reads weights from the first rank.
 
-    One rank is killed in the second step, while the validation of step 0 is under way. Against two ranks without Ray.
+    One rank is killed in the second step, while the validation of step 0 is under way, and then the scheduler. Against
+    two ranks without Ray.
     """
     validated = {"validate-every": 3, "validation.num-samples": 2, "validation.batch": 1, "validation.num-videos": 0}
     words = [*GRPO, *waiting.flags, "--algorithm.update-batch", "1", "--checkpoint-every", "1"]
@@ -227,11 +234,13 @@ def test_ray_starts_the_ranks_and_a_rank_may_die(warm, tmp_path, waiting):
         assert sorted(waiting.begun(4)) == sorted(b"cchc")  # the fourth call is in step 2, after its checkpoint
         assert (there / "checkpoints" / "step_1").is_dir()
         next(p for p in warm.processes() if "TrainingProcess" in title(p)).kill()
+        (tmp_path / "scheduler").touch()
         waiting.go("calls")
         waiting.go("held")
         said, errors = one.communicate(timeout=300)
     assert one.returncode == 0, said + errors
     assert "a training process died; all start again from the newest checkpoint" in errors
+    assert not (tmp_path / "scheduler").exists()
     done = program("-m", "unified_trainer", *words, "--output", reference, ranks=2)
     assert done.returncode == 0, done.stderr
     assert_equal_runs(reference, there)
