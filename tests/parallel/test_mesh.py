@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from helpers import CPU, SMALL
+from helpers import CPU, SMALL, small_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +11,8 @@ from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.parallel.torchrun import where
+from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.role import Frozen, RoleConfig
 from unified_trainer.run.plan.plan import check
 from unified_trainer.run.settings.command_line import parse
 
@@ -81,6 +83,16 @@ def test_one_process_agrees_with_itself():
         0,
         1,
     )
+
+
+def test_the_comparison_of_passes_can_be_left_out(monkeypatch):
+    points = []
+    monkeypatch.setattr(Mesh, "assert_same", lambda _, point: points.append(point))
+    for compare in (True, False):
+        mesh = Mesh(CPU, config=ParallelConfig(shard=1, compare_passes=compare))
+        with Frozen("teacher", Backbone(small_model(), mesh), RoleConfig()).running():
+            points.append(compare)
+    assert points == ["pass of teacher without gradient", True, False]
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK"])

@@ -55,6 +55,9 @@ class ParallelConfig:
     tf32: TF32 = "convolutions"
     """Float32 operations that round their inputs to TF32 (10 bits of mantissa) on a GPU, which is faster: none;
     convolutions, such as those of a VAE in fp32, which is torch's default; or all, with matrix products."""
+    compare_passes: bool = True
+    """Compare before each pass of a network whether all ranks run the same, by a collective of CPUs. Without it, which
+    saves time with hundreds of ranks, ranks that run different passes wait until timeout_minutes are over."""
     timeout_minutes: Minutes = 30.0
     """Minutes that a rank waits for the others before the run fails."""
 
@@ -228,6 +231,11 @@ class Mesh:
         if len(set(points)) > 1:
             by_rank = "; ".join(f"rank {rank}: {point}" for rank, point in enumerate(points))
             raise RanksDivergedError(f"ranks diverged: {by_rank}")
+
+    def assert_same_pass(self, point: str) -> None:
+        """Do as `assert_same` before a pass of a network, unless `parallel.compare_passes` is off."""
+        if self.config.compare_passes:
+            self.assert_same(point)
 
     def broadcast(self, text: str) -> str:
         """Return the main rank's text on every rank (a CPU collective)."""

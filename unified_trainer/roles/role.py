@@ -195,7 +195,7 @@ class Role:
         A role with two experts names the one to run.
         """
         key = self.key(self.name, expert, " ")
-        self._mesh.assert_same(f"pass of {key} {self._with_gradient()}")
+        self._mesh.assert_same_pass(f"pass of {key} {self._with_gradient()}")
         half = self.config.precision == "bf16"
         # The cache would keep a bf16 copy of all weights until the pass ends, also of those that FSDP has freed.
         autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=half, cache_enabled=False)
@@ -239,7 +239,7 @@ class Role:
         """Rows of each expert that runs on any rank; some may have no row on this one."""
         if self.boundary is None:
             return {"": torch.ones(len(sigma), dtype=torch.bool)}
-        self._mesh.assert_same(f"pass of {self.name}, split at {self.boundary:g}, {self._with_gradient()}")
+        self._mesh.assert_same_pass(f"pass of {self.name}, split at {self.boundary:g}, {self._with_gradient()}")
         mine = row_masks(sigma, self.boundary)
         here = torch.tensor([[bool(mask.any()) for mask in mine.values()]])
         anywhere = self._mesh.all_gather_cpu(here).any(0).tolist()
