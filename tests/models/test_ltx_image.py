@@ -127,6 +127,18 @@ def test_a_batch_may_have_no_image(folder, batch):
     assert float((alone - with_image)[:, :, 1:].abs().max()) > 1e-3
 
 
+def test_queries_and_keys_are_normalised_in_float32(folder, batch):
+    """Of a bf16 input and a float32 weight torch makes several kernels on CUDA."""
+    model, seen = LTX.model(folder, "transformer"), []
+    model.read(ALONE)
+    for norm in model.network.modules():
+        if isinstance(norm, torch.nn.RMSNorm):
+            norm.register_forward_hook(lambda _norm, inputs, _output: seen.append(inputs[0].dtype))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model.velocity(noise_of(batch), torch.tensor([0.3, 0.9]), batch.cond)
+    assert seen == [torch.float32] * 4 * len(model.blocks)
+
+
 def test_recomputed_blocks_give_the_same_gradient(folder, batch):
     found = []
     for kind in ("none", "full", "selective"):

@@ -116,6 +116,8 @@ def test_the_toy_run(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_gpu, "COMPILED", {"uncompiled": False})
     model = tmp_path / "wan"
     bench_gpu.prepare(tmp_path, model, bench_gpu.SMALL, "python scripts/bench_gpu.py")
+    role, _ = bench_gpu._Passes(bench(tmp_path), bench_gpu.SMALL.small)._role()
+    assert role.backbones[""].half_passes  # weights have bf16 copies, as in runs
     for section in bench_gpu.SECTIONS:
         bench_gpu.measure(section, tmp_path, model, bench_gpu.SMALL, math.inf)
     written = json.loads((tmp_path / "bench.json").read_text())

@@ -56,8 +56,8 @@ class ParallelConfig:
     """Float32 operations that round their inputs to TF32 (10 bits of mantissa) on a GPU, which is faster: none;
     convolutions, such as those of a VAE in fp32, which is torch's default; or all, with matrix products."""
     compare_passes: bool = True
-    """Compare before each pass of a network whether all ranks run the same, by a collective of CPUs. Without it, which
-    saves time with hundreds of ranks, ranks that run different passes wait until timeout_minutes are over."""
+    """Compare before each pass of a network whether all ranks run the same, by a collective of CPUs. Without it ranks
+    that run different passes wait until timeout_minutes are over."""
     timeout_minutes: Minutes = 30.0
     """Minutes that a rank waits for the others before the run fails."""
 
