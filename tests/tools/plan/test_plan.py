@@ -175,11 +175,22 @@ REFUSED = {  # flags that a start of dance_grpo refuses, with words of the messa
     "--keep-best 2 --validate-every 0": "keep_best 2 needs validations to compare",
     "--hacking-monitor.action roll_back": "hacking_monitor.action roll_back needs validations to compare",
     "--rollouts.ahead 1": "rollouts.ahead needs rollouts.workers above 0",
-    "--rollouts.workers 2 --rollouts.send bf16 --student.precision fp32": "rollouts.send bf16 needs student.precision",
     "--parallel.sequence 8": "parallel.sequence (8) must divide the 4 attention heads of student.path",
     "--parallel.attention sage": "parallel.attention sage rounds to 8 bits",
     "--algorithm.kernel ode": "algorithm.kernel must be stochastic, not ode",
 }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dance_grpo", "distill_rl"])
+def test_a_rank_may_have_one_sample_of_a_group(method):
+    """The FLOPs are those of ranks with two samples, one at a time; a rank makes half of their passes."""
+    words = ["--method", method, *SMALL, *GROUPS, "--algorithm.num-prompts", "4", "--algorithm.prompts-per-update", "2"]
+    alone, pairs = estimate(parse(words), 4), estimate(parse([*words, "--algorithm.rollout-batch", "1"]), 2)
+    assert (alone.table["samples per rank"], pairs.table["samples per rank"]) == (2, 4)  # of two updates
+    assert alone.model_flops == pytest.approx(pairs.model_flops)
+    assert alone.calls["student"]["samples"] == pairs.calls["student"]["samples"] / 2
+    assert 2 * alone.counts.kept == pairs.counts.kept
 
 
 @pytest.mark.slow

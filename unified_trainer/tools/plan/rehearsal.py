@@ -56,7 +56,7 @@ class Counts:
     """The counts of training steps on one rank."""
 
     steps: int  # that were counted
-    repeats: int  # how many times each pass stands: micro-batches alike are rehearsed once
+    repeats: float  # how many times each pass stands: micro-batches alike are rehearsed once
     plans: Mapping[str, RolePlan] = field(default_factory=dict)
     roles: Mapping[str, Role] = field(default_factory=dict)  # those of the rehearsal
     losses: list[list[Pass]] = field(default_factory=list)  # the passes that each loss needed, in order
@@ -163,7 +163,7 @@ def _write(folder: Path, boundary: float | None) -> None:
     (folder / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
-def _small(run: RunConfig, method: type[Method], ranks: int, paths: Mapping[str, str]) -> tuple[RunConfig, int]:
+def _small(run: RunConfig, method: type[Method], ranks: int, paths: Mapping[str, str]) -> tuple[RunConfig, float]:
     """Return the run of one rank on small networks, and how many times what it does stands for."""
     at = {name: role_path(run, method, name) for name in run.roles}
     roles = {name: _small_role(config, paths[at[name]]) for name, config in run.roles.items() if at[name] in paths}
@@ -182,8 +182,11 @@ def _small_role(config: RoleConfig, path: str) -> RoleConfig:
     return replace(config, adapter=adapter, learning_rate=0.0, activation_memory="none")
 
 
-def _share(algorithm: Any, ranks: int) -> tuple[Any, int]:
-    """Return the settings of one rank's share, cut to as few passes as show all, and the factor of the cut."""
+def _share(algorithm: Any, ranks: int) -> tuple[Any, float]:
+    """Return the settings of one rank's share, cut to as few passes as show all, and the factor of the cut.
+
+    A rank with one sample of an update, whose group is on others, is shown as half of one with two.
+    """
     counts = algorithm.plan().table(ranks)
     per_update, size = counts["samples per update and rank"], counts["micro-batch"]
     if isinstance(algorithm, SingleUpdateConfig):
@@ -195,6 +198,9 @@ def _share(algorithm: Any, ranks: int) -> tuple[Any, int]:
     groups = max(1, algorithm.prompts_per_update // ranks)
     members = per_update // groups
     rollout_batch = min(algorithm.rollout_batch, per_update * updates)
+    if per_update == 1:
+        pair = {"num_prompts": updates, "prompts_per_update": 1, "num_samples": 2}
+        return replace(algorithm, **pair, update_batch=1, rollout_batch=rollout_batch), 0.5
     for few in range(1, groups + 1):
         samples = few * members
         whole = samples * updates % rollout_batch == 0 and largest_divisor(samples, algorithm.update_batch) == size
@@ -274,7 +280,7 @@ class _Rollouts(LocalRollouts):
         scored = super().samples(batch, step, rng)
         kept = cast(Rollout, scored.rollout)  # that of a rehearsal is on the device
         values = sum(x.numel() for x in (kept.states, kept.x0))
-        self.counts.kept = self.counts.repeats * (values // kept.x0[0].numel())
+        self.counts.kept = round(self.counts.repeats * (values // kept.x0[0].numel()))
         return scored
 
 
