@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from helpers import ALONE, CAPTIONS, LATENT_SHAPE, small_model, tiny_codec
 from launch import fork_ranks
 
+from unified_trainer.parallel.copy_queue import copy_queue
 from unified_trainer.parallel.fsdp import full, is_sharded
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.roles import blocks
@@ -118,13 +119,15 @@ def gathered_for_values(mesh: Mesh) -> torch.Tensor:
     return torch.tensor([*found, 4 * sum(p.numel() for p in role.network.blocks[3].parameters())])
 
 
-def sent(role: Trainable, mesh: Mesh, *, half: bool) -> dict[str, torch.Tensor]:
+def sent(role: Trainable, mesh: Mesh) -> dict[str, torch.Tensor]:
     """What a worker copies from the parts of both ranks, the bytes of each part, and those gathered to pack them."""
+    rounded = role.bf16_weights
     with Gathered() as count:
-        part = WeightSender(mesh, half=half).pack(7, role.weights, 7)
+        part = WeightSender(mesh, rounded=rounded).pack(7, role.weights, 7)
     parts = [part] * mesh.size
     dist.all_gather_object(parts, part)
     held = {name: torch.full(weight.shape, torch.nan) for name, weight in role.weights.items()}
+    held |= {name: held[name].bfloat16() for name in rounded}
     copy_parts(parts, held)
     sizes = [sum(buffer.nbytes for buffer in one.buffers) for one in parts]
     return {f"weights/{name}": weight for name, weight in held.items()} | {"bytes": torch.tensor([*sizes, count.bytes])}
@@ -136,6 +139,23 @@ def compiled(mesh: Mesh) -> dict[str, torch.Tensor]:
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     found = learn(student(mesh, compile=True), mesh)
     return found | {"graphs": torch.tensor(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)}
+
+
+def in_halves(mesh: Mesh, *, adapter: bool) -> dict[str, torch.Tensor]:
+    """What a student gives before its first update while its float32 shards are elsewhere, and what it gives then.
+
+    `bytes` are those of the shards, and those left of them meanwhile.
+    """
+    role = student(mesh, adapter=adapter)
+    (backbone,) = role.backbones.values()
+    with torch.no_grad(), backbone.in_halves() as shards:
+        sizes = [sum(shard.nbytes for shard in shards)]
+        with copy_queue(mesh.device).offloaded(shards), Gathered() as count:
+            first = asked(role, 0)
+            sizes += [sum(shard.untyped_storage().nbytes() for shard in shards), count.bytes]
+    with torch.no_grad():
+        assert torch.equal(asked(role, 0), first)
+    return learn(role, mesh) | {"bytes": torch.tensor(sizes)}
 
 
 def load(role: Trainable, folder: Path, mesh: Mesh) -> dict[str, torch.Tensor]:
@@ -159,12 +179,14 @@ def work(folder: Path) -> None:
             if kind == "whole" or name == "sharded":
                 role = student(mesh, adapter=kind == "adapter")
                 tensors |= {f"{name}/{kind}/{key}": value for key, value in learn(role, mesh).items()}
-                tensors |= {f"{name}/{kind}/sent/{key}": value for key, value in sent(role, mesh, half=False).items()}
-                tensors |= {f"{name}/{kind}/half/{key}": value for key, value in sent(role, mesh, half=True).items()}
+                tensors |= {f"{name}/{kind}/sent/{key}": value for key, value in sent(role, mesh).items()}
                 if name == "sharded":
                     save(role, folder / "two" / kind, mesh)
         if name != "replicated":
             tensors |= {f"{name}/compiled/{key}": value for key, value in compiled(mesh).items()}
+    for kind in ("whole", "adapter"):
+        found = in_halves(first, adapter=kind == "adapter")
+        tensors |= {f"halves/{kind}/{key}": value for key, value in found.items()}
     tensors["gathered/half"], tensors["gathered/float"] = gathered(first, half=True), gathered(first, half=False)
     tensors["gathered/values"] = gathered_for_values(first)
     back = load(student(first), folder / "one" / f"step_{UPDATES}", first)

@@ -40,7 +40,7 @@ def shard(network: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, *, half: 
     policy, whole = MixedPrecisionPolicy(), set[nn.Parameter]()
     if half and not mesh.config.offload:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        whole = _not_rounded(network)
+        whole = set(network.parameters()) - rounded_weights(network)
     for module in (*blocks, network):
         fully_shard(
             module,
@@ -59,25 +59,25 @@ def shard(network: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, *, half: 
 @contextmanager
 def without_forward_prefetch(block: nn.Module, following: Sequence[nn.Module]) -> Iterator[None]:
     """Inside, a pass that ends with this block does not gather the weights of the one block that follows, if any."""
-    if _is_unit(block):
+    if is_unit(block):
         block.set_modules_to_forward_prefetch([])
     try:
         yield
     finally:
-        if _is_unit(block):
+        if is_unit(block):
             block.set_modules_to_forward_prefetch([*following])
 
 
-def _is_unit(module: nn.Module) -> bool:
+def is_unit(module: nn.Module) -> bool:
     """Whether FSDP2 gathers the module's weights."""
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(module, FSDPModule)
 
 
-def _not_rounded(network: nn.Module) -> set[nn.Parameter]:
-    rounded = {p for module in network.modules() if isinstance(module, ROUNDED) for p in module.parameters(False)}
-    return set(network.parameters()) - rounded
+def rounded_weights(network: nn.Module) -> set[nn.Parameter]:
+    """Return the weights that autocast rounds in every pass."""
+    return {p for module in network.modules() if isinstance(module, ROUNDED) for p in module.parameters(False)}
 
 
 def average_gradients(weights: Sequence[nn.Parameter], mesh: Mesh) -> None:
@@ -104,7 +104,7 @@ def exchange_gradients(network: nn.Module, *, last: bool, mesh: Mesh) -> None:
     `last` says that it is the last backward pass before an optimizer step; earlier passes reduce only under
     parallel.reduce_gradients "every".
     """
-    if _is_unit(network):
+    if is_unit(network):
         network.set_requires_gradient_sync(last or mesh.config.reduce_gradients == "every")
         network.set_is_last_backward(last)
 
@@ -118,14 +118,14 @@ def set_reshard_policy(network: nn.Module, mesh: Mesh) -> None:
     weights stay only if parallel.reshard_after_forward is False.
     """
     reshard(network)
-    if _is_unit(network):
+    if is_unit(network):
         network.set_reshard_after_backward(False, recurse=False)
         network.set_reshard_after_forward(not torch.is_grad_enabled(), recurse=not mesh.config.reshard_after_forward)
 
 
 def reshard(network: nn.Module) -> None:
     """Free gathered weights, so that only this rank's shards remain; call it before the shards change."""
-    if _is_unit(network):
+    if is_unit(network):
         network.reshard()
 
 

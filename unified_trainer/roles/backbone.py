@@ -24,11 +24,13 @@ from unified_trainer.parallel.fsdp import (
     is_sharded,
     local_part,
     reshard,
+    rounded_weights,
     set_reshard_policy,
     shard,
     storage_device,
     to_local,
 )
+from unified_trainer.parallel.half_shards import half_shards
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.meter import Meter, Pass
 from unified_trainer.roles.adapter import AdapterConfig
@@ -124,6 +126,13 @@ class Backbone:
             adapter_weights(self.model, role) if role in self.adapters else dict(self.model.network.named_parameters())
         )
 
+    def bf16_weights(self, role: str) -> set[str]:
+        """Return the names, in `own_weights`, of what all passes round to bf16; none of an adapter."""
+        if not self.half_passes or role in self.adapters:
+            return set()
+        rounded = rounded_weights(self.model.network)
+        return {key for key, p in self.own_weights(role).items() if p in rounded}
+
     @property
     def parameters(self) -> int:
         """The number of parameters of the whole network, without adapters."""
@@ -160,13 +169,13 @@ class Backbone:
         """Free gathered weights: they are about to change."""
         reshard(self.model.network)
 
-    def idle_weights(self, *, running: bool) -> list[nn.Parameter]:
-        """Return the weights that only training reads: all, or of a `running` network those that have a bf16 copy."""
-        if not running:
-            return list(self.model.network.parameters())
+    @contextmanager
+    def in_halves(self) -> Iterator[list[Tensor]]:
+        """Yield the float32 weights that have bf16 copies, which alone the passes without gradient inside read."""
         for copies in self._rounded:
             copies.round_changed()
-        return [p for copies in self._rounded for p in copies.weights]
+        with half_shards(self.model.network) as shards:
+            yield [*shards, *(p for copies in self._rounded for p in copies.weights)]
 
     def merge(self, role: str) -> None:
         """Fold the role's adapter into the weights and forget all adapters, for good."""

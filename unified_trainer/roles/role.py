@@ -209,6 +209,15 @@ class Role:
         return self._mesh.any(flag)
 
     @property
+    def bf16_weights(self) -> set[str]:
+        """The names of the weights that all passes round to bf16, so that who only samples may hold them so."""
+        return {
+            f"{expert}/{key}" if expert else key
+            for expert, backbone in self._backbones.items()
+            for key in backbone.bf16_weights(self.key(self.name, expert))
+        }
+
+    @property
     def experts(self) -> tuple[Expert, ...]:
         """Names of the role's networks: "high" and "low", or "" for its only one."""
         return tuple(self._backbones)

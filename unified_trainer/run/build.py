@@ -117,7 +117,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     trainer = _trainer(
         run, plan, roles, reward, codec, loader, rollouts, _guards(run, plan, roles, codec, requests, mesh)
     )
-    validation = _validation(run, plan, codec, reward, features, requests, mesh, workers)
+    validation = _validation(run, plan, roles, codec, reward, features, requests, mesh, workers)
     # Last, so that a folder of weights that is not whole is refused before any file is written.
     encoded = _encode(run, plan, codec, source, loader, requests if validation else (), mesh)
     return Built(
@@ -197,8 +197,8 @@ def _check_workers(
     """Wait for the workers and compare their weights with those of training; return where each one runs."""
     if workers is None:
         return {}
-    weights = _sampled(roles, plan.method.sampled_by or "student").weights
-    return workers.check(weights, 60 * run.ray.timeout_minutes, code_of(run))
+    role = _sampled(roles, plan.method.sampled_by or "student")
+    return workers.check(role, 60 * run.ray.timeout_minutes, code_of(run))
 
 
 def _sampled(roles: Mapping[str, Role], name: str) -> Trainable | WeightCopy:
@@ -271,6 +271,7 @@ def _trainer(
 def _validation(
     run: RunConfig,
     plan: RunPlan,
+    roles: Mapping[str, Role],
     codec: Codec,
     reward: RewardSum,
     features: Features | None,
@@ -282,7 +283,7 @@ def _validation(
     if workers is not None and run.rollouts.evaluation_workers:
         from unified_trainer.run.workers.sources import remote_validation
 
-        return remote_validation(run, workers, reward, requests, mesh)
+        return remote_validation(run, workers, roles["student"], reward, requests, mesh)
     if not run.validate_every:
         return None
     sampler, shape = run.validated().sampler, plan.validation_shape

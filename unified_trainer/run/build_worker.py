@@ -16,7 +16,7 @@ from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.rewards.latents import reward_of
 from unified_trainer.rewards.scorers import load_scorers
 from unified_trainer.roles.causal import Causal, causal_form
-from unified_trainer.roles.weight_copy import WeightCopy
+from unified_trainer.roles.weight_copy import BranchedCopy, WeightCopy
 from unified_trainer.run.load_roles import load_roles
 from unified_trainer.run.plan.downloads import fetched
 from unified_trainer.run.plan.roles import RolePlan, plan_roles
@@ -81,23 +81,21 @@ def _weights_of_training(
     name: str, plan: RolePlan, run: RunConfig, mesh: Mesh, worker: str, does: str, instead: str
 ) -> WeightCopy:
     """Load a role whose trained weights training sends; UserError, with the way out, if the device is too small."""
-    kind = causal_form(WeightCopy) if run.sampler.chunks.causal else WeightCopy
+    kind = causal_form(WeightCopy) if run.sampler.chunks.causal else BranchedCopy if mesh.data_size > 1 else WeightCopy
     way_out = f"set the role's precision to bf16, train an adapter, or {does} in the training processes, which share "
     size = _bytes(name, plan) // mesh.size
     require_memory(size, mesh.device, f"the model of {worker}", f"{way_out}the model: {instead}")
-    role: Any = load_roles({name: replace(plan, kind=kind)}, mesh)[name]
+    role: Any = load_roles({name: replace(plan, kind=kind)}, mesh, sampling=True)[name]
     return role
 
 
 def _bytes(name: str, plan: RolePlan) -> int:
     """Return the bytes of a role's networks on one device, read from configs alone."""
-    causal = issubclass(plan.kind, Causal)
+    causal, size = issubclass(plan.kind, Causal), 2 if plan.config.precision == "bf16" else 4
     total = 0
-    for expert, component in plan.layout.components.items():
+    for component in plan.layout.components.values():
         network = open_model(
             name, plan.path, component, causal=causal, sparse=plan.config.sparse, flow_map=plan.config.is_flow_map
         ).network
-        changes = expert in plan.layout.trained and not (plan.trainable and plan.trainable.adapter.rank)
-        size = 2 if plan.config.precision == "bf16" and not changes else 4
         total += size * sum(p.numel() for p in network.parameters())
     return total

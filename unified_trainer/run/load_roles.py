@@ -16,11 +16,14 @@ from unified_trainer.run.plan.roles import RolePlan
 from unified_trainer.run.registry import open_model
 
 
-def load_roles(plans: Mapping[str, RolePlan], mesh: Mesh, *, half: bool = True) -> dict[str, Role]:
+def load_roles(
+    plans: Mapping[str, RolePlan], mesh: Mesh, *, half: bool = True, sampling: bool = False
+) -> dict[str, Role]:
     """Load the roles; those whose base weights stay as they are share one network per folder component.
 
     With `half`, frozen base weights are held in the precision of their roles. Without it they are float32 and not
-    shared, so that the caller may change them, as export does.
+    shared, so that the caller may change them, as export does. With `sampling` the weights that training sends count as
+    frozen: they only arrive.
     """
     # key: path, component, adapter that is merged into it, sparse attention, whether it is a flow map, and the owner of
     # a network that is not shared: one whose own weights are trained, such as the gates of sparse attention
@@ -35,7 +38,9 @@ def load_roles(plans: Mapping[str, RolePlan], mesh: Mesh, *, half: bool = True) 
             users.setdefault(key, []).append((name, expert))
     backbones: dict[tuple[str, Expert], Backbone] = {}
     for (path, component, *_), seats in users.items():
-        backbones |= dict.fromkeys(seats, _load_backbone(path, component, seats, plans, mesh, half=half))
+        backbones |= dict.fromkeys(
+            seats, _load_backbone(path, component, seats, plans, mesh, half=half, sampling=sampling)
+        )
     roles: dict[str, Role] = {}
     for name, plan in plans.items():
         networks = [backbones[name, expert] for expert in plan.layout.components]
@@ -61,6 +66,7 @@ def _load_backbone(
     mesh: Mesh,
     *,
     half: bool,
+    sampling: bool,
 ) -> Backbone:
     """Load one network, for all roles and experts of `seats`."""
     names = [name for name, _ in seats]
@@ -78,7 +84,7 @@ def _load_backbone(
         trained=owned and issubclass(plans[names[0]].kind, Trainable),
         adapters=adapters,
         recompute=Recompute.least_memory(recompute),
-        half=half_passes and not owned,
+        half=half_passes and (sampling or not owned),
         half_passes=half_passes,
         compile=widest(plans[name].config.compile for name in names),
         offload=half and any(expert in plans[name].layout.offloaded for name, expert in seats),

@@ -1,6 +1,8 @@
 """A rollout during which what only training reads is in CPU memory: the same ranks sample and train."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from itertools import chain
 
 from torch import Tensor
 
@@ -25,7 +27,10 @@ class OffloadedRollouts:
         self.check: Check | None = None  # samples of this process need none
 
     def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
-        with copy_queue(self._sampler.device).offloaded(self._idle()):
+        with ExitStack() as during:
+            halved = [during.enter_context(backbone.in_halves()) for backbone in self._sampler.backbones.values()]
+            idle = chain(self._idle(), *halved)
+            during.enter_context(copy_queue(self._sampler.device).offloaded(idle))
             return self._source.samples(batch, step, rng)
 
     def metrics(self) -> dict[str, float]:
@@ -35,11 +40,12 @@ class OffloadedRollouts:
         self._source.lower_ahead()
 
     def _idle(self) -> Iterator[Tensor]:
-        """Yield what no sampling pass reads: moments and EMA, and weights of networks that do not run."""
+        """Yield moments, EMA and the weights of networks that do not run."""
         running = list(self._sampler.backbones.values())
         for role in self._roles.values():
             if isinstance(role, Trainable):
                 for learner in role.learners.values():
                     yield from learner.idle_in_passes
             for backbone in role.backbones.values():
-                yield from backbone.idle_weights(running=backbone in running)
+                if backbone not in running:
+                    yield from backbone.model.network.parameters()

@@ -15,9 +15,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 from helpers import ALONE
 from reader import Reader
+from test_replica import ITEM, RUN, alone_and_sent, assert_close
 
+from unified_trainer.run.build_worker import build_sampling
 from unified_trainer.run.settings.workers import RayConfig
 from unified_trainer.run.workers import cluster
+from unified_trainer.run.workers.replica import Replica
 from unified_trainer.run.workers.weights import WeightSender
 
 
@@ -30,7 +33,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    cluster.connect(RayConfig(), cores=1)
+    cluster.connect(RayConfig(), cores=2)
     import ray
 
     trained, sender = weights(), WeightSender(ALONE, "nixl")
@@ -54,8 +57,11 @@ def main() -> None:
         assert "weights of version 2 were damaged" in str(error)
     else:
         raise AssertionError("damaged weights were taken")
-    half = WeightSender(ALONE, "nixl", half=True).send(0, trained, 0)
-    assert same(ray.get(reader.take.remote(half)), trained | {"a": trained["a"].bfloat16().float()})
+    how = (build_sampling, RUN, str(Path.cwd()), 1, True, False)
+    replica = ray.remote(Replica).options(num_cpus=2).remote(*how)
+    expected, sent = alone_and_sent(*how, transport="nixl")
+    _, made = ray.get(replica.make.remote(ITEM, sent))
+    assert_close(made, expected)
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:

@@ -56,13 +56,13 @@ def faulty(run, mesh, *how) -> Sampling:
     return replace(sampling, sample=sample)
 
 
-def alone_and_sent(*how):
+def alone_and_sent(*how, transport="object_store"):
     """What one process makes with weights that training sends, and these weights as they are sent to a replica."""
     folder, alone = Path.cwd(), Worker(*how)
     os.chdir(folder)
     trained = {name: 1.1 * weight.detach() + 0.01 for name, weight in alone._sampling.weights.items()}
     _, expected = alone.make(ITEM, WeightSender(ALONE).pack(1, trained, 1))
-    return expected, ReplicaSender(ALONE).send(1, trained, 1)
+    return expected, ReplicaSender(ALONE, transport).send(1, trained, 1)
 
 
 def assert_close(made, expected) -> None:
@@ -154,6 +154,21 @@ def test_ranks_have_the_devices_of_their_leader(monkeypatch):
     assert (first["LOCAL_RANK"], second["LOCAL_RANK"]) == ("0", "1")
 
 
+@pytest.mark.parametrize(
+    ("changes", "sequence"),
+    [
+        ({}, 1),  # a branch of guidance on each of two ranks
+        ({"rollouts.ranks": 4}, 2),
+        ({"rollouts.ranks": 3}, 3),
+        ({"sampler.guidance-scale": 1}, 2),
+        ({"sampler.chunks.chunk-frames": 1}, 2),
+    ],
+)
+def test_each_half_of_the_ranks_has_a_branch_of_guidance(changes, sequence):
+    run = parse([*GRPO, *flags(REPLICA | {"sampler.guidance-scale": 3} | changes)])
+    assert run.sequence_of_workers == sequence
+
+
 KILLING = """
 from pathlib import Path
 
@@ -172,9 +187,13 @@ def score(video, prompts):
 
 
 def test_a_run_with_a_replica_is_that_of_one_process_within_rounding(ray, ranks, tmp_path, capsys):
-    """One of its two ranks is killed; training replays samples from before and after, and their log-ratios pass."""
+    """One of its two ranks is killed; training replays samples from before and after, and their log-ratios pass.
+
+    Each rank has a branch of guidance, where those of the replica above share the tokens of a sample.
+    """
     (tmp_path / "scorer.py").write_text(KILLING)
-    words = [*GRPO, *flags({"steps": 2, "reward.scorers.mean.kind": f"{tmp_path / 'scorer.py'}:score"})]
+    own = {"steps": 2, "sampler.guidance-scale": 3, "reward.scorers.mean.kind": f"{tmp_path / 'scorer.py'}:score"}
+    words = [*GRPO, *flags(own)]
     assert main([*words, "--output", str(tmp_path / "alone")]) == 0
     (tmp_path / "death").touch()
     assert main([*words, "--output", str(tmp_path / "there"), *flags(REPLICA)]) == 0

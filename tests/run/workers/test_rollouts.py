@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import queue
+import threading
 
 import numpy as np
 import pytest
@@ -36,14 +37,19 @@ class InstantScheduler:
 
     def __init__(self, ray) -> None:
         self.ray, self.weights, self.items, self.maker = ray, {}, [], "worker 1"
+        self.published = threading.Condition()
         self.publish, self.make, self.deaths = (Now(ray, one) for one in (self._publish, self._make, lambda: 0))
 
     def _publish(self, version, rank, references, step, oldest):
         assert version not in self.weights and rank == 0 and oldest <= version <= step
-        self.weights[version] = self.ray.get(references[0]).buffers[0]
+        with self.published:
+            self.weights[version] = self.ray.get(references[0]).buffers[0]
+            self.published.notify_all()
 
     def _make(self, item):
         self.items.append(item)
+        with self.published:
+            assert self.published.wait_for(lambda: item.version in self.weights, timeout=60)
         first = self.weights[item.version][:4].view(np.float32)[0]
         count = len(item.prompts)
         x0 = np.full((count, *LATENT_SHAPE), first, dtype=np.float32)
@@ -61,9 +67,9 @@ class Run:
     ) -> None:
         self.student, self.scheduler = trainable(), InstantScheduler(ray)
         self.loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), plan, LATENT_SHAPE, "", 0, ALONE, ahead=ahead)
-        group, sender = WorkerGroup(self.scheduler, {}), WeightSender(ALONE)
+        group, self.sender = WorkerGroup(self.scheduler, {}), WeightSender(ALONE)
         how = {"size": 3, "ahead": ahead, "check_every": check_every, "trajectories": trajectories}
-        self.rollouts = RemoteRollouts(group, self.student, self.loader, ALONE, sender, **how)
+        self.rollouts = RemoteRollouts(group, self.student, self.loader, ALONE, self.sender, **how)
         self.rollouts.check = self.check
         self.first = next(iter(self.student.weights.values())).data.view(-1)
         self.start = float(self.first[0])
@@ -114,6 +120,32 @@ def test_samples_of_the_next_step_come_to_this_machine_while_this_one_trains(ray
     seen = dict(fetched.get(timeout=60) for _ in range(4))
     assert [len(parts) for parts in made.values()] == [2, 2] and all(seen.values())
     assert seen.keys() == {references[0] for parts in made.values() for references, *_ in parts}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
+def test_training_goes_on_while_its_weights_are_packed(ray, monkeypatch, fails):
+    """They are sent as they were when the step began; what fails then is raised before their samples are waited for."""
+    run, trained, send = Run(ray, 1), threading.Event(), WeightSender.send
+
+    def late(sender, version, *how):
+        assert version == 0 or trained.wait(60)
+        if version and fails:
+            raise OSError("no room")
+        return send(sender, version, *how)
+
+    monkeypatch.setattr(WeightSender, "send", late)
+    run.step(0)
+    monkeypatch.setattr(run.scheduler, "make", Now(ray, lambda item: ([ray.put(0)], {}, "")))  # of step 2
+    assert run.step(1) == 0
+    assert run.scheduler.weights.keys() == {0}
+    trained.set()
+    if fails:
+        with pytest.raises(OSError, match="no room"):
+            run.step(2)
+    else:
+        run.rollouts._packing.shutdown()
+        assert run.scheduler.weights[1][:4].view(np.float32)[0] == pytest.approx(run.start + 1)
 
 
 @pytest.mark.slow

@@ -26,10 +26,11 @@ OF_WORKERS = ("train/worker_deaths", "train/weights_gib", "train/samples_gib", "
 ON_CPU = ["--device", "cpu", "--algorithm.rollout-batch", "2"]
 GRPO = [*SMALL["dance_grpo"], *ON_CPU, "--steps", "3"]
 NFT = ["--method", "diffusion_nft", *GRPO[2:], "--algorithm.old-decay-rise", "0.1", "--sampler.guidance-scale", "1"]
-# Adapters, and a causal student that is sampled chunk by chunk.
+# Adapters, and a causal student in bf16 that is sampled chunk by chunk.
 LORA = [*GRPO, *flags({"student.adapter.rank": 2})]
 CAUSAL = [
     *GRPO,
+    *flags({"student.precision": "bf16"}),
     *flags({"sampler.chunks.chunk-frames": 1, "algorithm.clip-low": 0.01, "algorithm.clip-high": 0.01}),
 ]
 RUNS = {"dance_grpo": GRPO, "adapter": LORA, "causal": CAUSAL, "diffusion_nft": NFT}
@@ -326,16 +327,21 @@ def title(process: psutil.Process) -> str:
 
 
 @pytest.mark.kill
-def test_a_node_may_be_lost(warm, tmp_path, waiting):
-    """Two nodes on this machine, each with room for one worker; the second one goes in the middle of the run.
+@pytest.mark.parametrize(
+    ("more", "cores", "deaths"),
+    [({}, 1, 1), ({"rollouts.ranks": 2, "rollouts.reward-workers": 2}, 3, 2)],
+    ids=["worker", "replica"],
+)
+def test_a_node_may_be_lost(warm, tmp_path, waiting, more, cores, deaths):
+    """Two nodes on this machine, each with room for what samples and scores; the second one goes in the middle.
 
-    Then another one joins, on which its worker starts again: two calls are under way at once.
+    Then another one joins, on which it starts again: two calls are under way at once.
     """
     from ray.cluster_utils import Cluster
 
     words, there, before = [*GRPO, "--steps", "6", *waiting.flags], tmp_path / "there", warm.processes()
-    with nodes(Cluster) as (cluster, second):
-        settings = {"ray.address": cluster.address, "rollouts.workers": 2}
+    with nodes(Cluster, cores) as (cluster, second):
+        settings = {"ray.address": cluster.address, "rollouts.workers": 2} | more
         with started(warm, [*words, "--output", str(there)], **settings) as one:
             waiting.go("calls", 4)  # two steps
             waiting.begun(6)  # both workers are at work on the third
@@ -345,14 +351,18 @@ def test_a_node_may_be_lost(warm, tmp_path, waiting):
             assert one.poll() is None and len(metrics_of(there)) == 2
             waiting.go("calls", 1)  # of the worker that is left, which then makes the lost samples
             waiting.begun(1)
-            cluster.add_node(num_cpus=1)
+            cluster.add_node(num_cpus=cores)
             waiting.go("calls", 1)
             waiting.begun(2)  # of the next step, by two workers
             waiting.go("calls")
             said, errors = one.communicate(timeout=240)
     assert one.returncode == 0, said + errors
-    assert metrics_of(there)[-1]["train/worker_deaths"] == 1
-    assert_equal_runs(run(words, tmp_path / "alone"), there, step=6)
+    assert metrics_of(there)[-1]["train/worker_deaths"] == deaths
+    alone = run(words, tmp_path / "alone")
+    if not more:
+        assert_equal_runs(alone, there, step=6)
+    for expected, row in zip(metrics_of(alone), metrics_of(there), strict=True):
+        assert {key: row[key] for key in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.kill
@@ -381,14 +391,14 @@ def test_a_run_goes_on_without_the_node_of_a_lost_rank(warm, tmp_path, waiting):
 
 
 @contextmanager
-def nodes(kind):
-    """A cluster of two nodes with one core each, and its second node."""
+def nodes(kind, cores: int = 1):
+    """A cluster of two nodes with so many cores each, and its second node."""
     before = dict(os.environ)
     often = {"RAY_health_check_period_ms": "300"}  # a lost node is noticed after five checks, by default 3 s apart
     os.environ.update(environment(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", **often))
-    cluster = kind(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster = kind(initialize_head=True, head_node_args={"num_cpus": cores, "include_dashboard": False})
     try:
-        yield cluster, cluster.add_node(num_cpus=1)
+        yield cluster, cluster.add_node(num_cpus=cores)
     finally:
         cluster.shutdown()
         os.environ.clear()

@@ -51,6 +51,38 @@ def test_the_ranks_of_a_worker_share_the_student(without_activations):
     assert " on each of 2 cards" in placement.placement(halves, placement._apart(halves))
 
 
+def test_a_worker_holds_weights_in_the_precision_of_its_passes(without_activations):
+    """In bf16 all but norms and modulation, which are few."""
+    exact, half = (
+        estimate(parse(flags(GRPO | {"student.precision": p, "rollouts.workers": 1})), 8) for p in ("fp32", "bf16")
+    )
+    trained = exact.parameters["student"]
+    assert placement._apart(exact) - placement._apart(half) == pytest.approx(2 * trained, rel=0.05)
+
+
 def test_methods_without_rollouts_have_no_place_for_samples():
     planned = estimate(parse(flags({"method": "finetune", "recipe": "tiny"})), 1)
     assert placement.placement(planned, 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            {"rollouts.ahead": 1},
+            "{0:.3g} GiB copied by a rank ({1:.2g} s of waiting at 5 GB/s), {0:.3g} packed and sent",
+        ),
+        ({"rollouts.ahead": 0}, "{0:.3g} GiB packed and sent by a rank, while training waits for samples"),
+        ({"method": "dance_ppo"}, "{0:.3g} GiB packed"),  # without the value function
+    ],
+)
+def test_what_workers_cost_a_training_process(more, said):
+    """Each of eight ranks copies and sends its own shard of the student."""
+    own = {key: value for key, value in GRPO.items() if more.get("method") is None or "algorithm" not in key}
+    planned = estimate(parse(flags(own | {"rollouts.workers": 2} | more)), 8)
+    shard = 4 * planned.parameters["student"] / 8
+    assert placement.weights_for_workers(planned).startswith(said.format(shard / 2**30, shard / 5e9))
+
+
+def test_a_run_without_workers_sends_no_weights():
+    assert placement.weights_for_workers(estimate(parse(flags(GRPO)), 8)) is None

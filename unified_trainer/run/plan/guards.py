@@ -51,11 +51,6 @@ def check_workers(run: RunConfig, method: type[Method]) -> None:
         raise ConfigError("rollouts.offload: with parallel.offload all state is in CPU memory already: leave it out")
     if run.rollouts.evaluation_workers and any(run.validation.sets.values()):
         raise ConfigError("validation.sets needs rollouts.evaluation_workers 0: workers validate one set of prompts")
-    if run.rollouts.send == "bf16" and run.roles["student"].precision != "bf16":
-        raise ConfigError(
-            "rollouts.send bf16 needs student.precision bf16: otherwise workers have rounded weights and "
-            "training has not"
-        )
 
 
 def check_worker_packages(run: RunConfig, device: str) -> None:

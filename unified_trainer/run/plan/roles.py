@@ -208,7 +208,7 @@ def _check_networks(run: RunConfig, roles: Mapping[str, RolePlan], mesh: Mesh) -
         heads = family.attention_heads(folder)
         check_heads(name, heads, mesh.config.sequence)
         if name == method_named(run.method).sampled_by:
-            check_heads(name, heads, run.rollouts.ranks, "rollouts.ranks")
+            check_heads(name, heads, run.sequence_of_workers, "rollouts.ranks")
         if issubclass(role.kind, Causal) and family.causal is None:
             raise ConfigError(
                 f"{name}.path {role.path}: this family has no causal form; set sampler.chunks.chunk_frames 0"

@@ -18,9 +18,11 @@ def store_bytes(plan: RunPlan) -> int:
         samples = plan.batch.prompts * plan.batch.num_samples
         states = max(1, run.algorithm.kept_states(run.sampler))
         total += 4 * steps * samples * states * math.prod(plan.latent_shape)
-    copied = steps * bool(config.workers) * (2 if config.send == "bf16" else 4)  # bytes of a number in all versions
-    sent = [(plan.method.sampled_by or "student", copied), ("student", 4 * bool(config.evaluation_workers))]
-    for name, size in sent if config.transport == "object_store" else ():
-        if size:
-            total += size * sum(map(math.prod, weight_shapes(name, plan.roles[name]).values()))
+    sent = [(plan.method.sampled_by or "student", steps * bool(config.workers))]
+    sent += [("student", int(bool(config.evaluation_workers)))]
+    for name, versions in sent if config.transport == "object_store" else ():
+        if versions:
+            role = plan.roles[name]
+            size = 2 if role.config.precision == "bf16" and role.own_adapter is None else 4
+            total += versions * size * sum(map(math.prod, weight_shapes(name, role).values()))
     return total

@@ -243,6 +243,13 @@ class RunConfig:
         lag = self.rollouts.evaluation_lag or self.validate_every
         return lag if self.rollouts.evaluation_workers else 0
 
+    @property
+    def sequence_of_workers(self) -> int:
+        """Ranks of a rollout worker that share a sample's tokens: half of all where a half has a branch of guidance."""
+        ranks, sampler = self.rollouts.ranks, self.sampler
+        guided = not sampler.chunks.causal and sampler.guidance_scale not in (1, (1, 1))
+        return ranks // 2 if guided and ranks % 2 == 0 else ranks
+
     def validated(self) -> "RunConfig":
         """Return the run with the sampler and the size of its validations."""
         own = self.validation

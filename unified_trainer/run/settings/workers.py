@@ -35,9 +35,6 @@ class WorkerConfig:
     ahead: CountOrZero = 0
     """Training steps that samples are made ahead of training, with weights that are as many steps old. 0 makes them
     with the present weights; 1 lets sampling and training overlap."""
-    send: Literal["exact", "bf16"] = "exact"
-    """Precision in which trained weights are sent to rollout workers: exact, or bf16, which halves the bytes and needs
-    student.precision bf16. Samples then differ from those without workers by rounding in bf16 (experimental)."""
     transport: Annotated[Transport, MAY_CHANGE] = "object_store"
     """How weights travel to workers: through Ray's object store, or nixl: workers read them straight from the memory of
     the training processes' devices (experimental; needs CUDA devices or CPUs). The numbers are the same."""
@@ -48,8 +45,8 @@ class WorkerConfig:
     workers: Annotated[CountOrZero, MAY_CHANGE] = 0
     """Rollout workers: processes on Ray that make the samples of training; 0 makes them in the training processes."""
     ranks: Annotated[Count, MAY_CHANGE] = 1
-    """Processes of one rollout worker, on one node with a device each. They share the weights, and the tokens of each
-    sample as ranks of parallel.sequence do: samples differ from those of one device by rounding (experimental)."""
+    """Processes of one rollout worker, on one node with a device each. They share the weights, the branches of guidance
+    and the tokens of each sample: samples differ from those of one device by rounding (experimental)."""
     reward_workers: Annotated[CountOrZero, MAY_CHANGE] = 0
     """Reward workers: processes on Ray that only decode and score samples; 0 scores in the rollout workers."""
     cpus: Annotated[float, above(0, MOST), MAY_CHANGE] = 1.0
@@ -94,8 +91,6 @@ class WorkerConfig:
         if self.offload and (self.workers or not sampled):
             way_out = "set rollouts.workers 0, or leave it out" if sampled else "leave it out"
             raise UserError(f"rollouts.offload: the training processes of this run make no rollouts: {way_out}")
-        if self.send == "bf16" and not self.workers:
-            raise UserError("rollouts.send bf16 needs rollouts.workers above 0")
         if self.transport == "nixl" and not (self.workers or self.evaluation_workers):
             raise UserError("rollouts.transport nixl needs rollouts.workers or rollouts.evaluation_workers above 0")
         for name in ("ahead", "reward_workers"):
@@ -103,10 +98,6 @@ class WorkerConfig:
                 raise UserError(f"rollouts.{name} needs rollouts.workers above 0")
         if self.ranks > 1 and not self.reward_workers:
             raise UserError("rollouts.ranks above 1 needs rollouts.reward_workers above 0: such workers hold no scorer")
-        if self.ranks > 1 and self.transport == "nixl":
-            raise UserError(
-                "rollouts.transport nixl reads into workers of one device: set it to object_store, or rollouts.ranks 1"
-            )
         if self.ranks > 1 and self.gpus not in (0, 1):
             raise UserError(
                 f"rollouts.gpus must be 1 with rollouts.ranks {self.ranks}, or 0 for the CPU, not {self.gpus:g}: each "

@@ -9,11 +9,12 @@ from typing import Any
 import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.roles.role import Trainable
+from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.run.settings.code import check_code_of_workers
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.workers import cluster
@@ -78,12 +79,13 @@ class WorkerGroup:
         mesh.barrier()
         return cls(scheduler or ray.get_actor(name, cluster.NAMESPACE), workers)
 
-    def check(self, weights: Mapping[str, Tensor], timeout: float, code: Mapping[str, str]) -> dict[str, str]:
-        """Wait until all workers have started and compare their weights and their code; return where each one runs.
+    def check(self, role: Trainable | WeightCopy, timeout: float, code: Mapping[str, str]) -> dict[str, str]:
+        """Wait until all workers have started and compare their weights, which are the role's, and their code.
 
-        Only the main rank knows. UserError if they have not started after `timeout` seconds, or have other `code`.
+        Return where each one runs: only the main rank knows. UserError if they have not started after `timeout`
+        seconds, or have other `code`.
         """
-        trained, places, codes = signature(weights), {}, {}
+        trained, places, codes = signature(role.weights, role.bf16_weights), {}, {}
         # A worker that is killed while it starts is started again.
         started = [worker.ready.options(max_task_retries=-1).remote() for worker in self._workers.values()]
         try:

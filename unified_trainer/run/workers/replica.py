@@ -38,9 +38,11 @@ class ReplicaRank(Worker):
         super().__init__(build, run, *how)
 
     def _join(self, run: RunConfig) -> Mesh:
-        """Meet the other ranks, and return them: they share tokens and weights."""
-        ranks = run.rollouts.ranks
-        together = replace(run.parallel, replicate=1, shard=1, sequence=ranks, offload=False)
+        """Meet the other ranks: they share weights, branches of guidance and tokens."""
+        sequence = run.sequence_of_workers
+        together = replace(
+            run.parallel, replicate=1, shard=run.rollouts.ranks // sequence, sequence=sequence, offload=False
+        )
         self._mesh = Mesh.join(run.device, together)
         return self._mesh
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -67,6 +68,8 @@ class RemoteRollouts:
         self._versions: dict[int, int] = {}  # of the weights that make the samples of this step and of later ones
         self._ordered: dict[int, Ordered] = {}
         self._published = -1
+        self._packing = ThreadPoolExecutor(1)  # in the order of versions, while training goes on
+        self._sent: dict[int, Future[None]] = {}  # versions on their way to the scheduler
         # The weights of this rank before each of the last `ahead` steps, newest first: a resumed run makes the samples
         # that were under way again.
         self._past = [cpu_copy(role.weights) for _ in range(ahead)]
@@ -90,6 +93,7 @@ class RemoteRollouts:
         further = asked != self._planned(step, step)
         if further:
             ordered = self._order(step, step, asked)
+        self._finish_sending(ordered)
         with phase("rollout"):
             received = (self._receive(item, reply) for item, reply in ordered)
             rollouts, scores, makers = zip(*received, strict=True)
@@ -143,18 +147,32 @@ class RemoteRollouts:
         return tuple(map(self._loader.request, rows)), tuple(rows), tuple(sample_ids)
 
     def _publish(self, version: int, step: int) -> None:
-        """Send this rank's part of the weights of a version to the scheduler."""
+        """Begin to send this rank's part of the weights of a version to the scheduler."""
         if version == self._published:
             return
         with phase("weights"):
-            weights = self._role.weights if version == step else self._past[step - version - 1]
-            oldest = min(self._versions.values())
-            sent = self._sender.send(version, weights, oldest)
-            self._metrics["weights_gib"] = self._sender.size / 2**30
-            if version == step and self._past:
-                self._past = [cpu_copy(weights), *self._past[:-1]]
-            self._group.scheduler.publish.remote(version, self._mesh.rank, [sent], step, oldest)
+            if version < step:
+                weights = self._past[step - version - 1]
+            elif self._past:  # training changes the weights while their copy is packed
+                weights = cpu_copy(self._role.weights)
+                self._past = [weights, *self._past[:-1]]
+            else:
+                weights = dict(self._role.weights)
+        oldest = min(self._versions.values())
+        self._sent[version] = self._packing.submit(self._send, version, weights, step, oldest)
         self._published = version
+
+    def _send(self, version: int, weights: Mapping[str, Tensor], step: int, oldest: int) -> None:
+        sent = self._sender.send(version, weights, oldest)
+        self._group.scheduler.publish.remote(version, self._mesh.rank, [sent], step, oldest)
+
+    def _finish_sending(self, ordered: Ordered) -> None:
+        """Wait until the weights that make these samples are sent: their sending may have failed."""
+        with phase("weights"):
+            newest = max(item.version for item, _ in ordered)
+            for version in [version for version in self._sent if version <= newest]:
+                self._sent.pop(version).result()
+        self._metrics["weights_gib"] = self._sender.size / 2**30
 
     def _order(self, step: int, version: int, asked: Asked) -> Ordered:
         requests, prompt_ids, sample_ids = asked

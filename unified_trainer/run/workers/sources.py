@@ -7,7 +7,7 @@ from unified_trainer.data.loader import Loader
 from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.reward import RewardSum
-from unified_trainer.roles.role import Trainable
+from unified_trainer.roles.role import Role, Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.validation.report import Report
@@ -29,7 +29,7 @@ def remote_rollouts(
 ) -> RemoteRollouts:
     """Return the samples of rollout workers."""
     kind = ReplicaSender if run.rollouts.ranks > 1 else WeightSender
-    sender = kind(mesh, run.rollouts.transport, half=run.rollouts.send == "bf16")
+    sender = kind(mesh, run.rollouts.transport, role.bf16_weights)
     return RemoteRollouts(
         workers,
         role,
@@ -44,8 +44,9 @@ def remote_rollouts(
 
 
 def remote_validation(
-    run: RunConfig, workers: WorkerGroup, reward: RewardSum, requests: Sequence[Request], mesh: Mesh
+    run: RunConfig, workers: WorkerGroup, student: Role, reward: RewardSum, requests: Sequence[Request], mesh: Mesh
 ) -> RemoteValidation:
     """Return the validations of evaluation workers."""
     report = Report(run.validation, reward, sample_requests(requests, run.validation), mesh, run.video.fps)
-    return RemoteValidation(workers, run.validation, report, mesh, WeightSender(mesh, run.rollouts.transport))
+    sender = WeightSender(mesh, run.rollouts.transport, student.bf16_weights)
+    return RemoteValidation(workers, run.validation, report, mesh, sender)

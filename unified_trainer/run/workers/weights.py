@@ -5,7 +5,7 @@ the ranks by Ray's direct transport.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,9 +27,13 @@ PIECE = 2**16  # words with a sum of their own: at most 2**62, which int64 holds
 Signature = tuple[tuple[str, tuple[int, ...], str], ...]
 
 
-def signature(weights: Mapping[str, Tensor]) -> Signature:
-    """Return name, shape and dtype of every tensor, in order."""
-    return tuple((name, tuple(weight.shape), str(weight.dtype)) for name, weight in weights.items())
+def signature(weights: Mapping[str, Tensor], rounded: Collection[str] = ()) -> Signature:
+    """Return name, shape and dtype of every tensor, in order; those in `rounded` travel as bfloat16."""
+    return tuple((key, tuple(weight.shape), str(_dtype(key, weight, rounded))) for key, weight in weights.items())
+
+
+def _dtype(name: str, weight: Tensor, rounded: Collection[str]) -> torch.dtype:
+    return torch.bfloat16 if name in rounded else weight.dtype
 
 
 def check_equal(trained: Signature, held: Signature) -> None:
@@ -67,11 +71,11 @@ class Bucket:
         }
 
 
-def buckets_of(weights: Mapping[str, Tensor], *, half: bool = False) -> list[Bucket]:
-    """Divide weights, in order, into buckets of at most BUCKET bytes; with `half`, float32 becomes bfloat16."""
+def buckets_of(weights: Mapping[str, Tensor], rounded: Collection[str] = ()) -> list[Bucket]:
+    """Divide weights, in order, into buckets of at most BUCKET bytes; those in `rounded` travel as bfloat16."""
     buckets = [Bucket({})]
     for name, weight in weights.items():
-        dtype = torch.bfloat16 if half and weight.dtype == torch.float32 else weight.dtype
+        dtype = _dtype(name, weight, rounded)
         size = -(-math.prod(weight.shape) * dtype.itemsize // START) * START
         if buckets[-1].size and buckets[-1].size + size > BUCKET:
             buckets.append(Bucket({}))
@@ -142,9 +146,9 @@ def copy_parts(parts: Sequence[Weights], weights: Mapping[str, Tensor]) -> None:
 class WeightSender:
     """Packs this rank's part of trained weights into buffers and gives them to workers."""
 
-    def __init__(self, mesh: Mesh, transport: Transport = "object_store", *, half: bool = False) -> None:
-        """With `half`, float32 weights travel as bfloat16."""
-        self._mesh, self._transport, self._half = mesh, transport, half
+    def __init__(self, mesh: Mesh, transport: Transport = "object_store", rounded: Collection[str] = ()) -> None:
+        """Weights in `rounded` travel as bfloat16."""
+        self._mesh, self._transport, self._rounded = mesh, transport, rounded
         self.size = 0  # bytes of the last version, of all ranks
         # Buffers on the training device that workers may be reading, with Ray's references to them, by version.
         self._shared: dict[int, list[tuple[Tensor, ObjectRef]]] = {}
@@ -161,8 +165,8 @@ class WeightSender:
     def pack(self, version: int, weights: Mapping[str, Tensor], oldest: int) -> Weights:
         """Return what `send` sends."""
         own = own_rows(weights, self._mesh)
-        buckets = [bucket for bucket in buckets_of(own, half=self._half) if bucket.size]
-        self.size = sum(bucket.size for bucket in buckets_of(weights, half=self._half))
+        buckets = [bucket for bucket in buckets_of(own, self._rounded) if bucket.size]
+        self.size = sum(bucket.size for bucket in buckets_of(weights, self._rounded))
         sent: Sequence[np.ndarray | ObjectRef]
         if self._transport == "nixl":
             buffers, sent = zip(*self._buffers(version, buckets, oldest), strict=True) if buckets else ((), ())
@@ -174,7 +178,7 @@ class WeightSender:
                 place.copy_(own[name])
         first_rows = {name: first_row(weights[name]) for name in own}
         sums = [checksum(buffer) for buffer in buffers]  # which waits for the copies
-        return Weights(version, signature(weights), first_rows, buckets, sent, sums)
+        return Weights(version, signature(weights, self._rounded), first_rows, buckets, sent, sums)
 
     def _buffers(self, version: int, buckets: list[Bucket], oldest: int) -> list[tuple[Tensor, ObjectRef]]:
         """Return buffers that Ray knows: those of a version before `oldest`, or new ones.

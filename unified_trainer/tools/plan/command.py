@@ -16,7 +16,7 @@ from unified_trainer.tools.plan.advice import Better, better_settings, fitting_b
 from unified_trainer.tools.plan.cost import CONVOLUTIONS, LINKS, PRODUCTS, PUBLISHED, TRAFFIC
 from unified_trainer.tools.plan.estimate import Estimate, estimate
 from unified_trainer.tools.plan.hardware import RESERVE, Hardware, read_hardware
-from unified_trainer.tools.plan.placement import placement
+from unified_trainer.tools.plan.placement import placement, weights_for_workers
 
 GIB = 2**30
 WIDTH = 140  # columns where the output is no terminal
@@ -97,6 +97,7 @@ def _plain(
             "better_settings": [_entry(better) for better in alone],
             "better_settings_together": _entry(together) if together else None,
             "samples": placement(planned, machine.usable),
+            "weights_for_workers": weights_for_workers(planned),
         },
     }
 
@@ -142,6 +143,8 @@ def _overview(planned: Estimate, machine: Hardware, mfu: float | None, *, fits: 
     rows.add_row("sent by a rank, computed", f"{inside} GiB to its shards, {across} to copies")
     if (place := placement(planned, machine.usable)) is not None:
         rows.add_row("samples", place)
+    if (cost := weights_for_workers(planned)) is not None:
+        rows.add_row("weights for workers", cost)
     if planned.sizes.shards > run.parallel.sequence:
         sent, peak = (_gib(size) for size in planned.replicated)
         flags = "--parallel.replicate 0 --parallel.shard 1"

@@ -153,7 +153,7 @@ def _models(run: RunConfig, sequence: int) -> dict[str, Architecture]:
     for name, model in models.items():
         check_heads(name, model.heads, sequence)
         if name == method.sampled_by:
-            check_heads(name, model.heads, run.rollouts.ranks, "rollouts.ranks")
+            check_heads(name, model.heads, run.sequence_of_workers, "rollouts.ranks")
         if model.family.causal is None and run.sampler.chunks.causal:
             raise UserError(f"{name}: this network has no causal form; set sampler.chunks.chunk_frames 0")
     return models

@@ -40,7 +40,7 @@ class Held:
     """One network in memory, with what belongs to its training; bytes of one rank."""
 
     weights: float
-    idle: float  # of the weights, those that only training reads
+    idle: float  # of the weights, what only training reads beyond the bf16 copies that a rollout may need instead
     gradients: float
     moments: float
     ema: float
@@ -61,6 +61,7 @@ class Sizes:
     scorers: float = 0.0  # bytes of their weights, which are there only in a reward phase with reward.offload
     samples: int = 1  # of a step on this rank
     accumulation: int = 1  # backward passes of an update
+    copies: bool = False  # whether weights only arrive, as in a rollout worker: in the precision of passes
 
     def recomputed(self, role: str) -> Recompute:
         """Return what the networks of a trained role recompute."""
@@ -245,11 +246,13 @@ def _held(counts: Counts, sizes: Sizes, name: str, expert: Expert, backbone: Bac
     size, run, config = sizes.models[name].size, sizes.run, counts.plans[name].config
     whole, rank = size.parameters, _rank(sizes, name)
     small = size.small
-    held = BF16 * (whole - small) + FP32 * small if backbone.half else FP32 * whole
+    as_read = backbone.half or (sizes.copies and backbone.half_passes)
+    held = BF16 * (whole - small) + FP32 * small if as_read else FP32 * whole
     trained = 0 if not _trained(counts, name, expert) else size.adapter(rank) if rank else whole
     adapter = FP32 * trained if rank else 0
     several, shards = sizes.ranks > 1, sizes.shards
-    rounded = 0.0 if several or not backbone.half_passes else adapter / 2 if backbone.half else BF16 * (whole - small)
+    copies = adapter / 2 if as_read else BF16 * (whole - small)  # in bf16, of weights in float32
+    rounded = 0.0 if several or not backbone.half_passes else copies
     half = backbone.half_passes and several and not run.parallel.offload  # gathered in bf16, norms whole on every rank
     unit, kept = (BF16, FP32 * small) if half else (held / whole, 0)
     moving = unit * (whole - small) if half else held
@@ -265,7 +268,7 @@ def _held(counts: Counts, sizes: Sizes, name: str, expert: Expert, backbone: Bac
     weights = on_device * (((held - kept) / shards + kept if base else 0) + adapter / shards)
     return Held(
         weights=weights + rounded,
-        idle=FP32 / BF16 * rounded if _samples(counts, sizes, backbone) else weights,
+        idle=(copies / shards if half else FP32 / BF16 * rounded) if _samples(counts, sizes, backbone) else weights,
         gradients=on_device * FP32 * trained / shards,
         moments=on_device * 2 * moment * trained / shards,
         ema=on_device * ema / shards if training and training.ema_device == "same" else 0.0,

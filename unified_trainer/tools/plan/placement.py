@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 from unified_trainer.parallel.mesh import ParallelConfig
+from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.run.registry import method_named
 from unified_trainer.tools.plan.estimate import Estimate
-from unified_trainer.tools.plan.memory import SAMPLING, Sizes, held_networks, memory_of
+from unified_trainer.tools.plan.memory import BF16, FP32, SAMPLING, Sizes, held_networks, memory_of
 
 GIB = 2**30
+TO_CPU = 5e9  # assumed: bytes a second from a card to CPU memory that is not pinned
 OF_WORKERS = (
     "activations",
     "gathered weights",
@@ -43,6 +45,24 @@ def placement(planned: Estimate, usable: float) -> str | None:
     )
 
 
+def weights_for_workers(planned: Estimate) -> str | None:
+    """Return what rollout workers cost a training process in each step, in words; None for a run without them."""
+    run, sizes = planned.run, planned.sizes
+    if not run.rollouts.workers:
+        return None
+    method = method_named(run.method)
+    source = method.roles[method.sampled_by].copy_of or method.sampled_by
+    networks = held_networks(planned.counts, sizes).items()
+    shard = sum(network.trained for (name, _), network in networks if name == source) / sizes.shards
+    config = run.roles[source]
+    halved = config.precision == "bf16" and not (isinstance(config, TrainableConfig) and config.adapter.rank)
+    copied, sent = FP32 * shard, (BF16 if halved else FP32) * shard
+    if not run.rollouts.ahead:
+        return f"{_gib(sent)} GiB packed and sent by a rank, while training waits for samples"
+    waited = f"{copied / TO_CPU:.2g} s of waiting at {TO_CPU / 1e9:g} GB/s"
+    return f"{_gib(copied)} GiB copied by a rank ({waited}), {_gib(sent)} packed and sent beside training"
+
+
 def _sampling(planned: Estimate, *, offload: bool) -> float:
     """Return the peak of a training process while samples are made and scored."""
     run = planned.run
@@ -76,7 +96,8 @@ def _apart(planned: Estimate) -> float:
 def _of_worker(planned: Estimate) -> Sizes:
     """Return what the memory of a card of a rollout worker depends on."""
     ranks = planned.run.rollouts.ranks
-    return replace(planned.sizes, ranks=ranks, run=replace(planned.run, parallel=ParallelConfig(sequence=ranks)))
+    run = replace(planned.run, parallel=ParallelConfig(sequence=ranks))
+    return replace(planned.sizes, ranks=ranks, run=run, copies=True)
 
 
 def _gib(size: float) -> str:
