@@ -257,7 +257,8 @@ def _pass_size(call: Pass, sizes: Sizes, counts: Counts, shape: Shape) -> PassSi
         _, height, width = model.transformer["patch_size"]
         pairs = sparse.pairs((frames, high // height, wide // width), sparse.share)
     else:
-        pairs = sizes.frame_tokens**2 * (call.attention // (4 * HEAD * call.samples) - frames * TEXT_TOKENS)
+        seen = call.attention // (4 * HEAD * call.samples) - frames * TEXT_TOKENS
+        pairs = whole.tokens**2 * seen // frames**2
     rows = dict(whole.rows)
     if not call.rows["text keys"]:
         rows |= {"text keys": 0}
