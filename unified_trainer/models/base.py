@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -322,7 +322,9 @@ class Family:
     image_tensors: Callable[[Path, Shape], Mapping[str, tuple[int, ...]]] = lambda folder, latent_shape: {}
     # Whether the pipeline gives its scheduler the levels 1, (n - 1) / n, ... 1 / n before the shift; Wan's asks for n.
     given_levels: bool = False
-    guidance_argument: str = "guidance_scale"  # of the pipeline's call
+    guidance_arguments: tuple[str, ...] = ("guidance_scale",)  # of the pipeline's call, which all have the scale
+    # arguments of its call that turn other kinds of guidance off
+    no_guidance: Mapping[str, float] = field(default_factory=dict)
     # config of the component that has the guidance scale in place of the pipeline's call: a ClassifierFreeGuidance
     guider: str = ""
     fps: float | None = None  # frames per second of the videos, if the positions of tokens are in seconds; None: any
