@@ -289,6 +289,17 @@ class ImageEncoder(Protocol):
         ...
 
 
+@runtime_checkable
+class SoundDecoder(Protocol):
+    """The part of a codec that decodes sounds, in families whose latents hold some."""
+
+    sample_rate: int  # values per second
+
+    def sound(self, latents: Latents) -> Float[Tensor, "b channels n"]:
+        """Decode the sounds of videos, values in [-1, 1], without gradient."""
+        ...
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family: how a pipeline folder of one diffusers class is opened, and what its configs say.
