@@ -336,6 +336,7 @@ class Family:
     guidance_arguments: tuple[str, ...] = ("guidance_scale",)  # of the pipeline's call, which all have the scale
     # arguments of its call that turn other kinds of guidance off
     no_guidance: Mapping[str, float] = field(default_factory=dict)
+    sound: bool = False  # whether latents hold a sound too, which is not read from clips
     # config of the component that has the guidance scale in place of the pipeline's call: a ClassifierFreeGuidance
     guider: str = ""
     fps: float | None = None  # frames per second of the videos, if the positions of tokens are in seconds; None: any
