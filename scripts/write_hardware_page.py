@@ -12,7 +12,7 @@ from unified_trainer.tools.plan.hardware import DEVICES, read_hardware
 
 PAGE = Path(__file__).parent.parent / "docs" / "hardware.md"
 CAUSAL = ("wan2.1-1.3b", "wan2.1-14b", "wan2.1-i2v-14b", "wan2.2-a14b", "wan2.2-i2v-a14b", "wan2.2-ti2v-5b")
-OTHERS = ("hunyuanvideo-1.5", "hunyuanvideo-1.5-i2v", "ltx-video", "qwen-image", "sd3.5-medium")
+OTHERS = ("hunyuanvideo-1.5", "hunyuanvideo-1.5-i2v", "ltx-2", "ltx-video", "qwen-image", "sd3.5-medium")
 METHODS = ("finetune", "dmd2", "self_forcing", "dance_grpo", "diffusion_nft", "distill_rl")
 CARDS = ("H100", "H200", "A100", "B200", "RTX4090", "RTX5090")
 COUNTS = (1, 2, 4, 8)
@@ -63,8 +63,9 @@ def row(recipe: str, method: str) -> str:
 
 
 def methods(recipe: str) -> list[str]:
-    """Return the methods that have a row: `self_forcing` needs a network with a causal form."""
-    return [method for method in METHODS if recipe in CAUSAL or method != "self_forcing"]
+    """Return the methods that have a row: `self_forcing` needs a causal form, and LTX-2 reads no clips."""
+    without = ("finetune", "self_forcing") if recipe == "ltx-2" else () if recipe in CAUSAL else ("self_forcing",)
+    return [method for method in METHODS if method not in without]
 
 
 def lines() -> Iterator[str]:

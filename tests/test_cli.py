@@ -160,7 +160,7 @@ def test_another_pipeline_is_named(refused, wan):
     said = refused("--student.path", str(wan))
     assert (
         "FluxPipeline is not supported; have HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline, "
-        "LTXImageToVideoPipeline, LTXPipeline, QwenImagePipeline, StableDiffusion3Pipeline, Wan" in said
+        "LTX2Pipeline, LTXImageToVideoPipeline, LTXPipeline, QwenImagePipeline, StableDiffusion3Pipeline, Wan" in said
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import (
     HunyuanVideo15Transformer3DModel,
+    LTX2VideoTransformer3DModel,
     LTXVideoTransformer3DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -27,6 +28,8 @@ from unified_trainer.models.hunyuan15.codec import GLYPHS
 from unified_trainer.models.hunyuan15.image_model import SIGLIP_TOKENS, ImageHunyuan15Model
 from unified_trainer.models.hunyuan15.model import Hunyuan15Model
 from unified_trainer.models.ltx.model import LtxModel
+from unified_trainer.models.ltx2.layout import with_sound
+from unified_trainer.models.ltx2.model import Ltx2Model
 from unified_trainer.models.qwen_image.model import QwenImageModel
 from unified_trainer.models.sd3.model import SD3Model
 from unified_trainer.models.wan.configs import CLIP_TOKENS
@@ -119,6 +122,14 @@ CASES = {
     ),
     "LTX-Video of text": ltx(),
     "LTX-Video of an image": ltx(image=(128, 1, 15, 22)),
+    "LTX-2": Case(
+        LTX2VideoTransformer3DModel,
+        Ltx2Model,
+        PUBLISHED["Lightricks/LTX-2"].transformer,
+        with_sound((128, 16, 16, 24)),
+        {"text": (1024, 3840), "sound_text": (1024, 3840)},
+        6 * LAYERS,  # of video and sound: each by itself, with the text, and with the other
+    ),
 }
 
 

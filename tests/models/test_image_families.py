@@ -1,6 +1,7 @@
-"""Qwen-Image, SD3.5, HunyuanVideo, LTX-Video: sampled as by diffusers, trained by every method, resumed, exported."""
+"""Qwen-Image, SD3.5, HunyuanVideo, LTX-Video, LTX-2: sampled as by diffusers, trained, resumed, exported."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import torch
 from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     HunyuanVideo15Pipeline,
+    LTX2Pipeline,
     LTXPipeline,
     QwenImagePipeline,
     StableDiffusion3Pipeline,
@@ -33,6 +35,7 @@ from helpers import (
     gradients,
 )
 from hunyuan15_folder import hunyuan15_folder
+from ltx2_folder import LENGTH, ltx2_folder
 from ltx_folder import ltx_folder
 from PIL import Image
 from qwen_image_folder import qwen_image_folder
@@ -49,6 +52,8 @@ from unified_trainer.models.diffusers_codec import DiffusersCodec
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.hunyuan15.family import HUNYUAN15
 from unified_trainer.models.ltx.family import LTX
+from unified_trainer.models.ltx2.family import LTX2
+from unified_trainer.models.ltx2.layout import Parts, joined, parts, with_sound
 from unified_trainer.models.qwen_image.family import QWEN_IMAGE
 from unified_trainer.models.qwen_image.model import packed, unpacked
 from unified_trainer.models.sd3.family import SD3
@@ -59,7 +64,7 @@ from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone, hold_in_bf16
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable
 from unified_trainer.run.plan.shift import note_shift, shift_of_size
-from unified_trainer.run.registry import METHODS, method_named
+from unified_trainer.run.registry import METHODS, family_of, method_named
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.sampling.solver import SamplerConfig, generate
 from unified_trainer.tools.export.scheduler import euler_scheduler
@@ -74,7 +79,7 @@ pytestmark = pytest.mark.slow
 
 SIDES = (64, 32)
 PROMPTS = ("a red circle moving left", 'a picture of an "unknown word" and a big blue square')
-SIZE = {"recipe": "tiny", "video.height": SIDES[0], "video.width": SIDES[1], "steps": 2, "video.fps": 25}
+SIZE = {"recipe": "tiny", "video.height": SIDES[0], "video.width": SIDES[1], "steps": 2}
 SIZE |= {"sampler.num-steps": 3, "validate-every": 0, "student.learning-rate": 1e-3, "student.warmup-updates": 0}
 SINGLE = {"algorithm.batch-size": 2, "algorithm.micro-batch": 1}
 GROUPS = {"algorithm.num-prompts": 2, "algorithm.num-samples": 2, "algorithm.prompts-per-update": 2}
@@ -101,6 +106,7 @@ class Case:
     frames: int = 1
     wrong: tuple[int, str] = (5, "must be 1, not 5: this model makes images")
     unit: int = 16  # pixels of a token along its sides
+    clips: bool = True  # whether it learns from clips
     packed: Callable[[torch.Tensor], torch.Tensor] = lambda x: x[:, :, 0]
     unpacked: Callable[..., torch.Tensor] = lambda x, *_: x[:, :, None]
     options: dict[str, object] = field(default_factory=dict)
@@ -114,6 +120,28 @@ class Case:
             guider = pipeline.guider if own_guider else pipeline.guider.new(guidance_scale=scale)
             pipeline.register_modules(guider=guider)
         return pipeline(list(PROMPTS), **size, **self.options, **given, return_dict=False)[0]
+
+
+class SoundCase(Case):
+    """A family whose latents hold a sound, which its pipeline takes and returns beside the video."""
+
+    def sample(self, pipeline: Any, scale: float, *, own_guider: bool = False, **given: Any) -> torch.Tensor:
+        """Latents of both, or videos; the pipeline scales the latents of a sound, and gives no normalised ones back."""
+        mean, std = pipeline.audio_vae.latents_mean, pipeline.audio_vae.latents_std
+        if "latents" in given:
+            held = parts(given.pop("latents"))
+            given |= {"latents": held.video.flatten(2).transpose(1, 2), "audio_latents": held.sound * std + mean}
+        size = {"height": SIDES[0], "width": SIDES[1], **dict.fromkeys(self.family.guidance_arguments, scale)}
+        video, sound = pipeline(list(PROMPTS), **size, **self.options, **given, return_dict=False)
+        if given["output_type"] != "latent":
+            return video
+        own = pipeline.vae
+        centred = video - own.latents_mean.view(1, -1, 1, 1, 1)
+        video = centred * own.config.scaling_factor / own.latents_std.view(1, -1, 1, 1, 1)
+        sound = (sound.transpose(1, 2).flatten(2) - mean) / std
+        shape = with_sound(tuple(video.shape[1:]))
+        rest = torch.zeros(len(video), math.prod(shape) - video[0].numel() - sound[0].numel())
+        return joined(Parts(video, sound, rest), shape)
 
 
 CASES = {
@@ -171,16 +199,35 @@ CASES = {
         unpacked=lambda x, height, width: x.unflatten(1, (-1, height, width)).movedim(-1, 1),
         options={"num_frames": 9, "max_sequence_length": 14},
     ),
+    "ltx2": SoundCase(
+        LTX2,
+        ltx2_folder,
+        LTX2Pipeline,
+        "guidance_scale",
+        "transformer_blocks.0.audio_attn1.to_q.lora_B.weight",
+        "Lightricks/LTX-2",
+        18_876_174_592,
+        pairs=453,  # 2 x (8 x 12 + (9 x 13 + 2 x 8 x 9) / 2): the 9 tokens of the sound have half the width
+        frames=9,
+        wrong=(4, "must be 8k + 1 for this VAE, not 4: set 1 or 9"),
+        unit=32,
+        clips=False,
+        packed=lambda x: x,
+        unpacked=lambda x, *_: x,
+        options={"num_frames": 9, "max_sequence_length": LENGTH, **LTX2.no_guidance},
+    ),
 }
 
 
 KINDS = ("finetune", "dmd2", "dance_grpo")  # clips, samples against a teacher, and rewards
-LEARNS = [
-    (name, method)
-    for i, method in enumerate(TRAINED)
-    for j, name in enumerate(CASES)
-    if method in KINDS or i % len(CASES) == j
-]
+
+
+def families_of(method: str) -> list[str]:
+    able = [name for name, case in CASES.items() if case.clips or method not in OF_CLIPS]
+    return able if method in KINDS else [able[TRAINED.index(method) % len(able)]]
+
+
+LEARNS = [(name, method) for method in TRAINED for name in families_of(method)]
 
 
 @pytest.fixture(scope="session", params=list(CASES))
@@ -304,11 +351,8 @@ def test_guidance_keeps_the_norm_of_every_token(qwen):
 
 
 def words(method: str, folder: Path, data: Path, output: Path, frames: int = 1, **more: object) -> list[str]:
-    named = (
-        {"method": method, "student.path": folder, "output": output, "video.frames": frames}
-        | SIZE
-        | OWN.get(method, SINGLE)
-    )
+    named = {"method": method, "student.path": folder, "output": output, "video.frames": frames}
+    named |= {"video.fps": family_of("student", str(folder))[0].fps or 25} | SIZE | OWN.get(method, SINGLE)
     named |= {"data.path": data} if method in OF_CLIPS else {"prompts": data}
     return flags(named | {key.replace("__", "."): value for key, value in more.items()})
 
@@ -400,7 +444,7 @@ def test_text_encoders_of_another_network_are_refused(folders, tmp_path, name, f
         codec_of(CASES[name], tmp_path / "odd")
 
 
-@pytest.mark.parametrize("case", ["sd3", "hunyuan15", "ltx"], indirect=True)
+@pytest.mark.parametrize("case", ["sd3", "hunyuan15", "ltx", "ltx2"], indirect=True)
 def test_tiles_are_those_of_the_vae(case, folder):
     """Larger frames are decoded in tiles that overlap, smaller ones whole; `plan` counts a tile's memory."""
     size, side = 4 * case.unit, 6 * case.unit
@@ -412,7 +456,7 @@ def test_tiles_are_those_of_the_vae(case, folder):
     assert torch.equal(tiled.decode(small), whole.decode(small))
     assert tiled.decode(large).shape == whole.decode(large).shape == (1, 3, case.frames, side, side)
     assert not torch.allclose(tiled.decode(large), whole.decode(large), atol=1e-4)
-    if case.family is LTX:  # the layers of its small decoder hold less than its video
+    if case.family in (LTX, LTX2):  # the layers of its small decoder hold less than its video
         return
     vae = frozen_config(json.loads((folder / "vae" / "config.json").read_text()))
     shape = whole.latent_shape(1, 2 * size, size)
@@ -542,9 +586,11 @@ def test_diffusers_samples_an_export_as_we_do(case, folder, prompts, data, tmp_p
     """Up to rounding; a published adapter is loaded on the base, and samples are images."""
     more = {"student__adapter.rank": rank, "sampler__guidance-scale": 3.0, "validate-every": 2}
     more |= {"student__adapter.alpha": 4} if rank else {}
-    more |= {"validation__prompts": prompts, "validation.num-samples": 2, "reward.path": ""}
-    run = tmp_path / "run"
-    assert main(words("finetune", folder, data, run, case.frames, **more)) == 0
+    more |= {"validation__prompts": prompts, "validation.num-samples": 2}
+    run, learnt = tmp_path / "run", ("dance_grpo", prompts)
+    if case.clips:
+        learnt, more = ("finetune", data), more | {"reward.path": ""}
+    assert main(words(learnt[0], folder, learnt[1], run, case.frames, **more)) == 0
     shown = run / "validation" / "step_2"
     kind = "png" if case.frames == 1 else "mp4"
     assert sorted(file.name for file in shown.iterdir()) == [
@@ -564,7 +610,9 @@ def test_diffusers_samples_an_export_as_we_do(case, folder, prompts, data, tmp_p
         torch.testing.assert_close(picture, ours[1], rtol=0, atol=1 / 255)
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     about = json.loads((tmp_path / "out" / "unified_trainer.json").read_text())
-    guidance = f"{case.guidance}=3.0" if case.guidance else "the scale in guider/guider_config.json"
+    given = dict.fromkeys(case.family.guidance_arguments, 3.0) | case.family.no_guidance
+    guidance = ", ".join(f"{name}={scale}" for name, scale in given.items())
+    guidance = guidance if case.guidance else "the scale in guider/guider_config.json"
     assert f"num_inference_steps=3, {guidance} and the run's negative_prompt" in about["how"]
     assert (
         f"pipeline_tag: text-to-{'image' if kind == 'png' else 'video'}" in (tmp_path / "out" / "README.md").read_text()
@@ -638,7 +686,7 @@ def test_flops_of_encoders_and_decoder_are_those_of_the_layers_that_run(case, fo
     tokens = (1,) * len(configs)
     assert encode_flops(type(codec), tuple(configs), tokens) == 2 * sum(layer.weight.numel() for layer in ran)
     with codec._vae.in_use() as vae, FlopCounterMode(display=False) as counter, torch.no_grad():
-        codec.decoded(vae, torch.zeros(1, *(shape := codec.latent_shape(case.frames, *SIDES))))
+        codec.decoded(vae, codec.of_video(torch.zeros(1, *(shape := codec.latent_shape(case.frames, *SIDES)))))
     config = json.loads((folder / "vae" / "config.json").read_text())
     assert decode_flops(type(codec), config, *shape[1:]) == pytest.approx(counter.get_total_flops(), rel=0.03)
 

@@ -87,7 +87,7 @@ def test_a_family_of_an_installed_package_is_found_by_the_class_of_the_model_fol
     with pytest.raises(
         UserError,
         match="AbsentPipeline is not supported; have HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline, "
-        "LTXImageToVideoPipeline, LTXPipeline, OwnPipeline, QwenImagePipeline, Stable",
+        "LTX2Pipeline, LTXImageToVideoPipeline, LTXPipeline, OwnPipeline, QwenImagePipeline, Stable",
     ):
         family_of("student", model_of(tmp_path / "absent", "AbsentPipeline"))
 

@@ -26,6 +26,7 @@ HUNYUAN15 = {"num_layers": 54, "num_attention_heads": 16, "text_embed_dim": 3584
 SIZES["hunyuanvideo-1.5"] = (1, HUNYUAN15 | {"task_type": "t2v"})
 SIZES["hunyuanvideo-1.5-i2v"] = (1, HUNYUAN15 | {"task_type": "i2v"})
 SIZES["ltx-video"] = (1, {"num_layers": 28, "num_attention_heads": 32, "in_channels": 128, "caption_channels": 4096})
+SIZES["ltx-2"] = (1, {"num_layers": 48, "num_attention_heads": 32, "in_channels": 128, "caption_channels": 3840})
 
 
 def model_folder(folder, networks: int, changes: dict[str, Any]):
@@ -75,8 +76,15 @@ def hunyuan15_folder(folder, changes: dict[str, Any]):
 
 
 def ltx_folder(folder, changes: dict[str, int]):
-    """The same of LTX-Video."""
+    """The same of LTX-Video, and of LTX-2."""
     scheduler = {"use_dynamic_shifting": True, "base_shift": 0.95, "max_shift": 2.05, "base_image_seq_len": 1024}
+    if changes["num_layers"] == 48:
+        network, vae = (
+            {"_class_name": "LTX2VideoTransformer3DModel"} | changes,
+            {"_class_name": "AutoencoderKLLTX2Video"},
+        )
+        vae |= {"spatial_compression_ratio": 32, "temporal_compression_ratio": 8}
+        return written(folder, "LTX2Pipeline", network, vae, scheduler)
     network = {"_class_name": "LTXVideoTransformer3DModel"} | changes
     return written(folder, "LTXPipeline", network, {"_class_name": "AutoencoderKLLTXVideo"}, scheduler)
 

@@ -34,9 +34,9 @@ def write_clip(frames: np.ndarray, file: Path, fps: float) -> None:
         clip.add(frames)
 
 
-def writer(file: Path, fps: float) -> "ClipFile":
-    """Return a context manager to whose file, named by `file_name`, frames are added."""
-    return Png(file) if file.suffix == ".png" else Mp4(file, fps)
+def writer(file: Path, fps: float, sample_rate: int = 0) -> "ClipFile":
+    """Return a context manager to whose file, named by `file_name`, frames are added, and a sound if it has a rate."""
+    return Png(file) if file.suffix == ".png" else Mp4(file, fps, sample_rate)
 
 
 def write_mp4(frames: np.ndarray, file: Path, fps: float) -> None:
@@ -55,17 +55,21 @@ class ClipFile:
         """Append frames."""
         raise NotImplementedError
 
+    def add_sound(self, values: np.ndarray) -> None:
+        """Append the values [2, n] of a sound, float32 in [-1, 1]; an image takes none."""
+
     def __exit__(self, *_: object) -> None:
         """Leave a whole file."""
 
 
 class Mp4(ClipFile):
-    """An H.264 file."""
+    """An H.264 file; with a sample rate its sound is AAC of two channels."""
 
-    def __init__(self, file: Path, fps: float) -> None:
+    def __init__(self, file: Path, fps: float, sample_rate: int = 0) -> None:
         self._container = av.open(str(without_link(file)), "w")
         self._stream = self._container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
         self._stream.pix_fmt = "yuv420p"
+        self._sound = self._container.add_stream("aac", rate=sample_rate, layout="stereo") if sample_rate else None
 
     def add(self, frames: np.ndarray) -> None:
         if not self._stream.codec_context.is_open:
@@ -74,8 +78,15 @@ class Mp4(ClipFile):
             picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
             self._container.mux(self._stream.encode(picture))
 
+    def add_sound(self, values: np.ndarray) -> None:
+        assert self._sound is not None  # a file with a sample rate
+        sound = av.AudioFrame.from_ndarray(np.ascontiguousarray(values), format="fltp", layout="stereo")
+        sound.sample_rate = self._sound.rate
+        self._container.mux(self._sound.encode(sound))
+
     def __exit__(self, *_: object) -> None:
-        self._container.mux(self._stream.encode())
+        for stream in filter(None, (self._stream, self._sound)):
+            self._container.mux(stream.encode())
         self._container.close()
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -289,6 +289,17 @@ class ImageEncoder(Protocol):
         ...
 
 
+@runtime_checkable
+class SoundDecoder(Protocol):
+    """The part of a codec that decodes sounds, in families whose latents hold some."""
+
+    sample_rate: int  # values per second
+
+    def sound(self, latents: Latents) -> Float[Tensor, "b channels n"]:
+        """Decode the sounds of videos, values in [-1, 1], without gradient."""
+        ...
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family: how a pipeline folder of one diffusers class is opened, and what its configs say.
@@ -322,7 +333,10 @@ class Family:
     image_tensors: Callable[[Path, Shape], Mapping[str, tuple[int, ...]]] = lambda folder, latent_shape: {}
     # Whether the pipeline gives its scheduler the levels 1, (n - 1) / n, ... 1 / n before the shift; Wan's asks for n.
     given_levels: bool = False
-    guidance_argument: str = "guidance_scale"  # of the pipeline's call
+    guidance_arguments: tuple[str, ...] = ("guidance_scale",)  # of the pipeline's call, which all have the scale
+    # arguments of its call that turn other kinds of guidance off
+    no_guidance: Mapping[str, float] = field(default_factory=dict)
+    sound: bool = False  # whether latents hold a sound too, which is not read from clips
     # config of the component that has the guidance scale in place of the pipeline's call: a ClassifierFreeGuidance
     guider: str = ""
     fps: float | None = None  # frames per second of the videos, if the positions of tokens are in seconds; None: any

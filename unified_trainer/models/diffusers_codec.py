@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import Schema, read_as, read_json
 from unified_trainer.basics.types import DTYPES, Condition, Latents, Video
+from unified_trainer.models.base import Shape
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.folder import check_described, fingerprint, load_strictly, outline, read_tokenizer
 from unified_trainer.models.frozen_network import FrozenNetwork, channels_last
@@ -55,7 +56,7 @@ class DiffusersCodec:
         encoders = list(zip(self.text_classes, self.parts(folder, "text_encoder"), strict=True))
         sizes = [self.text_sizes(kind, part / "config.json") for kind, part in encoders]
         self.text_widths = [width for _, width in sizes]
-        self.text_width = max(self.text_widths)
+        self.text_width = self.joined_width(folder)
         for kind, part in encoders:
             check_described(kind, part, **described)
         self.folder, self._device = folder, device
@@ -122,6 +123,10 @@ class DiffusersCodec:
         """Return the embedding of a prompt, from those of all encoders in their order."""
         return embeddings[0]
 
+    def joined_width(self, folder: Path) -> int:
+        """Return the channels of the embedding of a prompt."""
+        return max(self.text_widths)
+
     @classmethod
     def text_rows(cls, tokens: Sequence[int]) -> int:
         """Return the rows that embeddings are padded to, from the most tokens of each encoder."""
@@ -136,6 +141,16 @@ class DiffusersCodec:
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         raise NotImplementedError
+
+    @classmethod
+    def joint_shape(cls, video: Shape) -> Shape:
+        """Return the shape of latents, from that of the part that the VAE decodes."""
+        return video
+
+    @classmethod
+    def of_video(cls, latents: Latents) -> Float[Tensor, "b c frames h w"]:
+        """Return the part of latents that the VAE decodes."""
+        return latents
 
     @classmethod
     def statistics(cls, config: Any) -> tuple[Sequence[float], Sequence[float]]:
@@ -261,7 +276,7 @@ class DiffusersCodec:
 
     def _decode(self, latents: Latents, decode: DecodeNext) -> Video:
         with self._vae.in_use() as vae:
-            return (decode(vae, self._raw(latents).to(vae.dtype)).float() / 2 + 0.5).clamp(0, 1)
+            return (decode(vae, self._raw(self.of_video(latents)).to(vae.dtype)).float() / 2 + 0.5).clamp(0, 1)
 
     def _raw(self, latents: Latents) -> Latents:
         """Undo `normalise`, on the device."""

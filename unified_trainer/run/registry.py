@@ -21,6 +21,7 @@ QWEN_IMAGE = "unified_trainer.models.qwen_image.family:QWEN_IMAGE"
 SD3 = "unified_trainer.models.sd3.family:SD3"
 HUNYUAN15 = "unified_trainer.models.hunyuan15.family:HUNYUAN15"
 LTX = "unified_trainer.models.ltx.family:LTX"
+LTX2 = "unified_trainer.models.ltx2.family:LTX2"
 FAMILIES: dict[str, str | Family] = {
     "WanPipeline": WAN,
     "WanImageToVideoPipeline": WAN,
@@ -30,6 +31,7 @@ FAMILIES: dict[str, str | Family] = {
     "HunyuanVideo15ImageToVideoPipeline": HUNYUAN15,
     "LTXPipeline": LTX,
     "LTXImageToVideoPipeline": LTX,
+    "LTX2Pipeline": LTX2,
 }
 
 

@@ -31,7 +31,7 @@ from unified_trainer.tools.help_pages import of_method
 
 pytestmark = pytest.mark.slow
 
-NEVER_CAUSAL = ("qwen-image", "sd3.5-medium", "hunyuanvideo-1.5", "hunyuanvideo-1.5-i2v", "ltx-video")
+NEVER_CAUSAL = ("qwen-image", "sd3.5-medium", "hunyuanvideo-1.5", "hunyuanvideo-1.5-i2v", "ltx-video", "ltx-2")
 TAKE_IMAGES = ("wan2.1-i2v-14b", "wan2.2-i2v-a14b", "hunyuanvideo-1.5-i2v")
 REAL = [recipe for recipe in settings.recipes() if not recipe.startswith("tiny")]
 
@@ -128,6 +128,8 @@ def test_every_method_of_every_recipe_passes_all_checks(models, prompts, recipe,
             check(run, ALONE)
         return
     refused = {**dict.fromkeys(CAUSAL, "has no causal form"), "flow_map": "is of a family without flow maps"}
+    if recipe == "ltx-2":
+        refused |= dict.fromkeys(OF_CLIPS, "learns from clips, whose sound is not read")
     if recipe in NEVER_CAUSAL and method in refused:
         with pytest.raises(ConfigError, match=refused[method]):
             check(run, ALONE)
@@ -142,7 +144,9 @@ def test_every_method_of_every_recipe_passes_all_checks(models, prompts, recipe,
         assert [request.text for request in plan.requests] == ([] if method in OF_CLIPS else ["a cat", "a dog"])
     assert 4 <= run.steps / run.checkpoint_every <= 20
     assert 10 <= run.steps / run.validate_every <= 40
-    negative = {"qwen-image": " ", "ltx-video": "wors"}.get(recipe, "色调艳丽"[: 4 * (recipe not in NEVER_CAUSAL)])
+    negative = {"qwen-image": " ", "ltx-video": "wors", "ltx-2": "wors"}.get(
+        recipe, "色调艳丽"[: 4 * (recipe not in NEVER_CAUSAL)]
+    )
     assert run.sampler.negative_prompt[:4] == negative
     if method in ("dance_grpo", "dance_ppo", "diffusion_nft", "awm", "online_dpo"):
         assert run.algorithm.plan().table(8)["optimizer updates"] == 1
@@ -380,7 +384,7 @@ def test_the_recipe_with_a_window_differs_in_the_window_alone():
     assert places == {*range(16)}
 
 
-@pytest.mark.parametrize("recipe", [*TAKE_IMAGES, "ltx-video"])
+@pytest.mark.parametrize("recipe", [*TAKE_IMAGES, "ltx-video", "ltx-2"])
 def test_a_gradient_of_a_reward_sees_the_first_the_middle_and_the_last_frame(recipe):
     run = parsed("--recipe", recipe, "--method", "reward_gradient")
     frames = run.video.frames

@@ -18,5 +18,5 @@ QWEN_IMAGE = Family(
     blueprint=Blueprint(lambda config: QwenImageModel, QwenImageCodec, images=True, heads=heads_of),
     tokens=lambda folder, shape: math.prod(shape[1:]) // PATCH**2,
     given_levels=True,
-    guidance_argument="true_cfg_scale",  # in effect with a negative prompt, even an empty one
+    guidance_arguments=("true_cfg_scale",),  # in effect with a negative prompt, even an empty one
 )

@@ -16,7 +16,7 @@ from unified_trainer.methods.base import Method
 from unified_trainer.models.base import Family
 from unified_trainer.parallel.agreement import files_in_words
 from unified_trainer.rewards.scorers import check_prompts
-from unified_trainer.run.settings.config import RunConfig
+from unified_trainer.run.settings.config import ConfigError, RunConfig
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ def read_clips(run: RunConfig, family: Family, folder: Path, latent_shape: Shape
         raise UserError(f"--data.rejected {run.data.rejected}: {run.method} reads no pairs with these settings")
     if run.trains_on == "prompts":
         return Clips()
+    check_sound(run, family)
     if run.trains_on == "clips" and run.data.path == "tiny":
         check_tiny_clips(run.video)
         return Clips()
@@ -104,6 +105,15 @@ def read_clips(run: RunConfig, family: Family, folder: Path, latent_shape: Shape
     if run.trains_on == "clips" and holds_videos(path):
         return Clips(videos=checked_videos(path, run.video))
     return Clips(stored=read_stored_files(path, _row_kind(run, family, folder, latent_shape)))
+
+
+def check_sound(run: RunConfig, family: Family) -> None:
+    """Raise ConfigError for a run on clips whose student makes a sound too: that of a clip is not read."""
+    if run.trains_on == "clips" and family.sound:
+        raise ConfigError(
+            f"--method {run.method} learns from clips, whose sound is not read, but the student's latents hold one: "
+            "take a method that learns from prompts"
+        )
 
 
 def check_captions(run: RunConfig, method: type[Method], clips: Clips, validates_prompts: bool) -> None:

@@ -239,11 +239,12 @@ def _about(loaded: LoadedRole, role: str, spec: str) -> dict[str, Any]:
 
 def _guidance(loaded: LoadedRole) -> str:
     """Write the guidance of a run as arguments of the family's diffusers pipeline."""
-    sampler, name = loaded.run.sampler, loaded.family.guidance_argument
+    sampler, names = loaded.run.sampler, loaded.family.guidance_arguments
     if loaded.family.guider:
         return f"the scale in {loaded.family.guider} and the run's negative_prompt"
     if isinstance(sampler.guidance_scale, tuple):
         high, low = sampler.guidance_scale
-        return f"{name}={high}, {name}_2={low}"
+        return f"{names[0]}={high}, {names[0]}_2={low}"
     negative = "" if sampler.guidance_scale == 1 else " and the run's negative_prompt"
-    return f"{name}={sampler.guidance_scale}{negative}"
+    given = {**dict.fromkeys(names, sampler.guidance_scale), **loaded.family.no_guidance}
+    return ", ".join(f"{name}={value}" for name, value in given.items()) + negative

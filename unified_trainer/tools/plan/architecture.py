@@ -74,6 +74,14 @@ HUNYUAN15_ENCODERS: tuple[Any, Any] = ({"_class_name": "AutoencoderKLHunyuanVide
 T5_XXL = {**UMT5_XXL, "vocab_size": 32128, "feed_forward_proj": "gated-gelu"}
 LTX = {"num_layers": 28, "num_attention_heads": 32, "attention_head_dim": 64, "in_channels": 128, "out_channels": 128}
 LTX |= {"cross_attention_dim": 2048, "caption_channels": 4096}
+LTX2: dict[str, Any] = {"num_layers": 48, "num_attention_heads": 32, "attention_head_dim": 128, "in_channels": 128}
+LTX2 |= {"out_channels": 128, "cross_attention_dim": 4096, "audio_in_channels": 128, "audio_out_channels": 128}
+LTX2 |= {"audio_num_attention_heads": 32, "audio_attention_head_dim": 64, "audio_cross_attention_dim": 2048}
+LTX2 |= {"caption_channels": 3840, "rope_type": "split"}
+LTX2_VAE = {"_class_name": "AutoencoderKLLTX2Video", "decoder_causal": False}
+LTX2_VAE |= {"spatial_compression_ratio": 32, "temporal_compression_ratio": 8}
+GEMMA3_12B = {"vocab_size": 262208, "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48}
+GEMMA3_12B |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256}
 
 
 @dataclass(frozen=True)
@@ -111,6 +119,7 @@ PUBLISHED = {
         "HunyuanVideo15ImageToVideoPipeline", {**HUNYUAN15, "task_type": "i2v"}, *HUNYUAN15_ENCODERS
     ),
     "Lightricks/LTX-Video": Published("LTXPipeline", LTX, {"_class_name": "AutoencoderKLLTXVideo"}, (T5_XXL,)),
+    "Lightricks/LTX-2": Published("LTX2Pipeline", LTX2, LTX2_VAE, ({"text_config": GEMMA3_12B},)),
 }
 HPSV3_WEIGHTS = 8.29e9 - 152064 * 3584 + 3584 * 1024 + 1024 * 16  # without the vocabulary's head, with its own
 
@@ -171,6 +180,8 @@ class Architecture:
     @property
     def text_width(self) -> int:
         """The channels of the embedding of a prompt."""
+        if self.blueprint.text_width:
+            return self.blueprint.text_width(self.transformer)
         kinds = zip(self.codec.text_classes, self.text_encoders, strict=True)
         configs = [kind.config_class.from_dict(dict(config)) for kind, config in kinds]
         return max(config.get_text_config().hidden_size for config in configs)
@@ -199,7 +210,7 @@ class Architecture:
         channels, (high, wide) = self._input
         if height // space % high or width // space % wide:
             raise UserError(f"video.height and video.width {height} x {width}: patches do not divide them")
-        return channels, (frames - 1) // time + 1, height // space, width // space
+        return self.codec.joint_shape((channels, (frames - 1) // time + 1, height // space, width // space))
 
     @cached_property
     def _input(self) -> tuple[int, tuple[int, int]]:

@@ -10,6 +10,7 @@ from unified_trainer.parallel.device import CARD_KIND
 from unified_trainer.parallel.meter import Pass
 from unified_trainer.roles.blocks import may_compile
 from unified_trainer.roles.role import TrainableConfig
+from unified_trainer.run.plan.data import check_sound
 from unified_trainer.run.plan.plan import check_sampling, check_settings
 from unified_trainer.run.plan.roles import check_heads
 from unified_trainer.run.registry import method_named
@@ -100,6 +101,7 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     check_settings(run, method)
     run = replace(run, encoders=run.encoders.on(CARD_KIND if run.device == "auto" else run.device))
     models = _models(run, sequence)
+    check_sound(run, models["student"].family)
     frames, shown_frames = (_latent_frames(own, models["student"]) for own in (run, run.validated()))
     table = batch_of(run).table(data_ranks)
     boundaries = {path: models[name].boundary for name, path in paths_of(run).items()}
@@ -257,7 +259,8 @@ def _pass_size(call: Pass, sizes: Sizes, counts: Counts, shape: Shape) -> PassSi
         _, height, width = model.transformer["patch_size"]
         pairs = sparse.pairs((frames, high // height, wide // width), sparse.share)
     else:
-        pairs = sizes.frame_tokens**2 * (call.attention // (4 * HEAD * call.samples) - frames * TEXT_TOKENS)
+        seen = call.attention // (4 * HEAD * call.samples) - frames * TEXT_TOKENS
+        pairs = whole.tokens**2 * seen // frames**2
     rows = dict(whole.rows)
     if not call.rows["text keys"]:
         rows |= {"text keys": 0}

@@ -109,7 +109,7 @@ def _counted_decode_flops(codec: CodecKind, vae: Config, frames: int, height: in
         mean, _ = codec.statistics(network.config)
         latents = torch.zeros(1, len(mean), frames, height, width)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        codec.decoded(network, latents)
+        codec.decoded(network, codec.of_video(latents))
     return float(counter.get_total_flops())
 
 

@@ -82,9 +82,8 @@ class Sizes:
 
     @property
     def frame_tokens(self) -> int:
-        """Tokens of one latent frame."""
-        channels, _, height, width = self.latent
-        return self.models["student"].pass_size((channels, 1, height, width)).tokens
+        """Tokens of one latent frame, on average."""
+        return self.models["student"].pass_size(self.latent).tokens // self.latent[1]
 
     @property
     def latent_bytes(self) -> int:

@@ -217,7 +217,7 @@ def _decoded(codec: CodecKind, vae: Config, latent: Shape, *, half: bool, gradie
     with where:
         x = torch.zeros(1, *latent, dtype=dtype, requires_grad=gradient)
         with live, nullcontext() if gradient else torch.no_grad():
-            (codec.decoded(network, x).float() / 2 + 0.5).clamp(0, 1)
+            (codec.decoded(network, codec.of_video(x)).float() / 2 + 0.5).clamp(0, 1)
     return live.peak
 
 

@@ -26,7 +26,7 @@ from unified_trainer.data.loader import make_batch
 from unified_trainer.data.prompts import SUFFIXES, read_prompts
 from unified_trainer.data.video_files import Row, contact_sheet, file_name, to_uint8, writer
 from unified_trainer.models import hub
-from unified_trainer.models.base import Codec
+from unified_trainer.models.base import Codec, SoundDecoder
 from unified_trainer.parallel.device import Device, fitting
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.causal import Causal
@@ -212,6 +212,14 @@ def pieces(
 
     With `recache` chunks after a switch of prompts attend to a KV cache that is computed anew.
     """
+    for codec, made in _batches(loaded, requests, seed, batch, by_chunk=by_chunk, recache=recache):
+        yield map(codec.decoder(), made)
+
+
+def _batches(
+    loaded: LoadedRole, requests: Sequence[Request], seed: int, batch: int, *, by_chunk: bool, recache: bool
+) -> Iterator[tuple[Codec, Iterator[Latents]]]:
+    """Generate the latents of each batch, all at once or by chunks, with their codec."""
     codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
     for start in range(0, len(requests), batch):
         part = requests[start : start + batch]
@@ -220,7 +228,7 @@ def pieces(
             made = _stream(loaded, codec, part, seeds, recache=recache)
         else:
             made = iter([draw_latents(loaded, codec, part, seeds)])
-        yield map(codec.decoder(), made)
+        yield codec, made
 
 
 class SampledRole(Protocol):
@@ -318,20 +326,24 @@ def _write(
     """
     clips: list[np.ndarray] = []
     began, first, written, count = time.perf_counter(), 0.0, 0, 0
-    for parts in pieces(loaded, requests, seed, batch, by_chunk=by_chunk, recache=recache):
+    for codec, made in _batches(loaded, requests, seed, batch, by_chunk=by_chunk, recache=recache):
+        decode = codec.decoder()
+        rate, sound = (codec.sample_rate, codec.sound) if isinstance(codec, SoundDecoder) else (0, lambda _: ())
         with contextlib.ExitStack() as open_files:
             files, seen = [], []
-            for part in parts:
-                seen.append(to_uint8(part))
+            for x0 in made:
+                seen.append(to_uint8(part := decode(x0)))
                 first = first or time.perf_counter() - began
                 if not files:
                     here = names[written : written + len(part)]
-                    files = [open_files.enter_context(writer(name, loaded.run.video.fps)) for name in here]
+                    files = [open_files.enter_context(writer(name, loaded.run.video.fps, rate)) for name in here]
                 for file, frames in zip(files, seen[-1], strict=True):
                     file.add(frames)
+                for file, values in zip(files, sound(x0), strict=False):
+                    file.add_sound(values.float().cpu().numpy())
         written += len(files)
         count += sum(len(frames) for part in seen for frames in part)
         if len(clips) < SHOWN:
             clips += [np.concatenate(of_one) for of_one in zip(*seen, strict=True)][: SHOWN - len(clips)]
-    rate = count / (time.perf_counter() - began)
-    return clips, f"; first frames after {first:.2f} s, {rate:.1f} frames/s over all videos" if by_chunk else ""
+    speed = count / (time.perf_counter() - began)
+    return clips, f"; first frames after {first:.2f} s, {speed:.1f} frames/s over all videos" if by_chunk else ""

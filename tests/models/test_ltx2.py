@@ -1,0 +1,215 @@
+"""LTX-2: a video and its sound in one tensor of latents; test_image_families.py has what families share."""
+
+import json
+import shutil
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from diffusers import LTX2Pipeline
+from helpers import ALONE, CPU, flags
+from ltx2_folder import LENGTH, ltx2_folder
+from real_clips import write_exactly
+
+from unified_trainer.__main__ import main
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.requests import Request
+from unified_trainer.data.loader import make_batch
+from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.ltx2.codec import Ltx2Codec
+from unified_trainer.models.ltx2.family import LTX2
+from unified_trainer.models.ltx2.layout import Parts, joined, of_video, parts, sound_length, with_sound
+from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.role import Frozen, RoleConfig
+from unified_trainer.sampling.solver import SamplerConfig, generate
+from unified_trainer.tools.export.scheduler import euler_scheduler
+
+pytestmark = pytest.mark.slow
+
+SIDES = (64, 32)
+PROMPTS = ("a red circle", " a picture of a big blue square ")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: ltx2_folder(root / name, newer=name == "LTX-2.3") for name in ("LTX-2", "LTX-2.3")}
+
+
+@pytest.fixture
+def folder(folders) -> Path:
+    return folders["LTX-2"]
+
+
+def codec_of(folder: Path) -> Ltx2Codec:
+    return LTX2.codec(folder, CPU, EncoderConfig())
+
+
+def test_a_shape_tells_how_long_its_video_is():
+    """At every size: the frames behind the video's have room for the sound, and one frame fewer has not."""
+    assert sound_length(16) == round(121 / 24 * 25) == 126
+    for frames in (1, 2, 7, 16, 33, 61):
+        for sides in ((1, 1), (2, 1), (8, 13), (16, 24), (34, 60)):
+            video = (128, frames, *sides)
+            latents, tokens = with_sound(video), sides[0] * sides[1]
+            assert of_video(latents) == video
+            assert tokens > (latents[1] - frames) * tokens - sound_length(frames) >= 0
+
+
+def test_latents_are_cut_into_what_they_are_joined_of():
+    shape = with_sound((32, 2, 2, 3))
+    latents = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    video, sound, rest = parts(latents)
+    assert (video.shape, sound.shape) == ((2, 32, 2, 2, 3), (2, sound_length(2), 32)) and rest.numel() > 0
+    assert torch.equal(joined(Parts(video, sound, rest), shape), latents)
+
+
+def test_the_noise_of_a_seed_is_that_of_the_pipeline():
+    """It draws the video's, then the sound's before its bands become channels."""
+    drawn = (torch.Generator().manual_seed(7) for _ in range(2))
+    video, sound, _ = parts(torch.randn(1, *with_sound((32, 2, 2, 3)), generator=(first := next(drawn))))
+    assert first.get_state().numel() > 0
+    second = next(drawn)
+    assert torch.equal(video, torch.randn(1, 32, 2, 2, 3, generator=second))
+    bands = torch.randn(1, 2, sound_length(2), 16, generator=second)
+    assert torch.equal(sound, LTX2Pipeline._pack_audio_latents(bands))
+
+
+def test_the_rest_of_the_latents_is_known(folder):
+    """It is zero in data, so that at noise level sigma it is sigma times the noise, which is then its velocity."""
+    model = LTX2.model(folder, "transformer")
+    model.read(ALONE)
+    noise, _, cond = model.example(with_sound((16, 2, 2, 2)), 2)
+    rest, sigma = parts(noise).rest, torch.tensor([0.25, 0.9])
+    noised = joined(Parts(*parts(noise)[:2], rest * sigma[:, None]), noise.shape[1:])
+    assert rest.numel() > 0
+    torch.testing.assert_close(parts(model.velocity(noised, sigma, cond)).rest, rest)
+    whole = model.velocity(noised, torch.zeros(2), cond)  # where nothing is known any more
+    assert bool(whole.isfinite().all())
+
+
+def test_queries_and_keys_are_normalised_in_float32(folder):
+    """Of a bf16 input and a float32 weight torch makes several kernels on CUDA."""
+    model, seen = LTX2.model(folder, "transformer"), []
+    model.read(ALONE)
+    for norm in model.network.modules():
+        if isinstance(norm, torch.nn.RMSNorm) and norm.weight is not None:
+            norm.register_forward_hook(lambda _norm, inputs, _output: seen.append(inputs[0].dtype))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model.velocity(*model.example())
+    assert seen == [torch.float32] * 12 * len(model.blocks)
+
+
+@pytest.mark.parametrize("name", ["LTX-2", "LTX-2.3"])
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_video_and_sound_are_those_of_the_pipeline(folders, name, scale):
+    """From the same latents of both, down to pixels and waves, and with guidance."""
+    codec = codec_of(folders[name])
+    sampler = SamplerConfig(num_steps=3, shift=3.0, guidance_scale=scale, negative_prompt="a triangle")
+    shape = codec.latent_shape(9, *SIDES)
+    noise = torch.randn(2, *shape, generator=torch.Generator().manual_seed(1))
+    uncond = codec.encode_text([sampler.negative_prompt])
+    batch = make_batch(codec, Request.of(PROMPTS), uncond, shape, prompt_ids=[0, 1], sample_ids=[0, 1])
+    teacher = Frozen("teacher", Backbone(LTX2.model(folders[name], "transformer"), ALONE), RoleConfig())
+    ours = generate(teacher, noise, batch, sampler, lambda _: noise)
+    assert float(parts(ours).rest.abs().max()) < 1e-7
+    pipeline = LTX2Pipeline.from_pretrained(folders[name], scheduler=euler_scheduler(sampler, given=True))
+    mean, std = pipeline.audio_vae.latents_mean, pipeline.audio_vae.latents_std
+    video, sound = pipeline(
+        list(PROMPTS),
+        [sampler.negative_prompt] * 2,
+        *SIDES,
+        9,
+        num_inference_steps=3,
+        latents=parts(noise).video.flatten(2).transpose(1, 2),
+        audio_latents=parts(noise).sound * std + mean,
+        output_type="pt",
+        max_sequence_length=LENGTH,
+        return_dict=False,
+        **dict.fromkeys(LTX2.guidance_arguments, scale),
+        **LTX2.no_guidance,
+    )
+    torch.testing.assert_close(codec.decode(ours).transpose(1, 2), video, rtol=0, atol=1e-5)
+    torch.testing.assert_close(codec.sound(ours), sound, rtol=0, atol=1e-5)
+    assert codec.sample_rate == pipeline.vocoder.config.output_sampling_rate and float(sound.std()) > 0.01
+
+
+def test_the_connectors_are_part_of_the_text_encoder(folder, tmp_path):
+    """Other weights of them are another encoder, and they leave memory with it."""
+    shutil.copytree(folder, tmp_path / "other")
+    codec, other = codec_of(folder), ltx2_folder(tmp_path / "other", seed=1)
+    assert codec.text_fingerprint != codec_of(other).text_fingerprint
+    assert "2 distinct" in codec.encode_ahead([*PROMPTS, PROMPTS[1].strip()], ALONE)  # as the pipeline reads them
+    assert codec._connectors._network is codec._text_encoders._network is None
+    assert codec.encode_text(PROMPTS)["sound_text"].shape == (2, LENGTH, 24)
+
+
+@pytest.fixture
+def words(folder, tmp_path) -> list[str]:
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    named = {"recipe": "tiny", "student.path": folder, "video.height": SIDES[0], "video.width": SIDES[1]}
+    return flags(named | {"video.frames": 9, "video.fps": 24})
+
+
+def test_samples_are_written_with_their_sound(words, tmp_path):
+    run, shown = tmp_path / "run", tmp_path / "shown"
+    given = {"method": "dmd2", "prompts": tmp_path / "prompts.txt", "output": run, "sampler.num-steps": 2}
+    given |= {"steps": 1, "validate-every": 0}
+    assert main([*words, *flags(given | {"algorithm.batch-size": 2, "algorithm.micro-batch": 1})]) == 0
+    assert main(["sample", str(run), "--output", str(shown), "--prompts", str(tmp_path / "prompts.txt")]) == 0
+    for number in range(2):
+        with av.open(str(shown / f"{number}.mp4")) as file:
+            sound = file.streams.audio[0]
+            assert (sound.name, sound.rate, sound.codec_context.layout.name) == ("aac", 24000, "stereo")
+            values = np.concatenate([frame.to_ndarray() for frame in file.decode(sound)], 1)
+        assert values.shape[1] >= 7920 and float(values.std()) > 0.01  # 33 frames of a mel spectrogram of 10 ms
+        with av.open(str(shown / f"{number}.mp4")) as file:
+            assert len(list(file.decode(video=0))) == 9
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "preprocess"])
+def test_clips_are_refused_because_their_sound_is_not_read(words, tmp_path, capsys, command):
+    clips = tmp_path / "clips"
+    clips.mkdir()
+    pixels = np.random.default_rng(0).integers(256, size=(9, *SIDES, 3)).astype(np.uint8)
+    write_exactly(clips / "0.mkv", pixels, 24)
+    (clips / "0.txt").write_text(PROMPTS[0])
+    given = {
+        "train": [*words, *flags({"method": "finetune", "data.path": clips, "output": tmp_path / "run"})],
+        "plan": ["plan", *words, "--method", "finetune", "--hardware", "H100"],
+        "preprocess": ["preprocess", str(clips), str(tmp_path / "encoded"), *words],
+    }
+    assert main(given[command]) == 2
+    assert "sound" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "said"),
+    [
+        ("transformer", {"audio_in_channels": 8}, "must be equal, but are 16, 16, 8, 16"),
+        ("transformer", {"vae_scale_factors": [8, 16, 16]}, r"vae_scale_factors must be \(8, 32, 32\)"),
+        (
+            "transformer",
+            {"caption_channels": 12},
+            r"the connectors give \(24, 24\) channels, but the .* takes \(12, 12\)",
+        ),
+        ("transformer", {"audio_hop_length": 80}, "audio_hop_length must be 160"),
+        ("connectors", {"caption_channels": 12}, "caption_channels is 12, but the text encoder gives 24"),
+        ("connectors", {"video_connector_num_learnable_registers": 5}, "5 registers do not divide the 16 tokens"),
+        ("connectors", {"video_connector_num_learnable_registers": None}, "num_learnable_registers"),
+        ("vae", {"spatial_compression_ratio": 16}, "16 pixels a side, but the positions"),
+        ("vae", {"timestep_conditioning": True}, "timestep_conditioning must be False"),
+        ("vae", {"latent_channels": 32}, "latent_channels is 32, but the transformer takes 16"),
+        ("audio_vae", {"latent_channels": 2}, r"are \(16, 32\), but the transformer takes 16"),
+        ("vocoder", {"_class_name": "Vocos"}, "_class_name must be"),
+    ],
+)
+def test_folders_of_another_kind_are_refused(folder, tmp_path, file, change, said):
+    shutil.copytree(folder, tmp_path / "odd")
+    config = tmp_path / "odd" / file / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(UserError, match=said):
+        LTX2.latent_shape(tmp_path / "odd", 9, *SIDES)
+        codec_of(tmp_path / "odd")

@@ -1,0 +1,41 @@
+"""The LTX-2 family: how a folder of its pipeline is opened, and what its configs say."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from unified_trainer.models.base import Family
+from unified_trainer.models.blueprint import Blueprint
+from unified_trainer.models.ltx2.codec import Ltx2Codec
+from unified_trainer.models.ltx2.configs import Ltx2TransformerConfig, latent_shape, transformer_config
+from unified_trainer.models.ltx2.layout import FPS, SPACE, of_video
+from unified_trainer.models.ltx2.model import Ltx2Model
+
+
+def text_width(config: Mapping[str, Any]) -> int:
+    """Return the channels of the embedding of a prompt, from the config of a transformer."""
+    return sum(Ltx2TransformerConfig.model_validate(config).text_widths)
+
+
+LTX2 = Family(
+    pipelines=("LTX2Pipeline",),
+    model=Ltx2Model.open,
+    codec=Ltx2Codec.load,
+    latent_channels=lambda folder: transformer_config(folder).in_channels,
+    latent_shape=latent_shape,
+    tokens=lambda folder, shape: math.prod(of_video(shape)[1:]),
+    given_levels=True,
+    tile_unit=4 * SPACE,
+    fps=FPS,
+    sound=True,
+    guidance_arguments=("guidance_scale", "audio_guidance_scale"),
+    no_guidance={
+        "stg_scale": 0,
+        "audio_stg_scale": 0,
+        "modality_scale": 1,
+        "audio_modality_scale": 1,
+        "guidance_rescale": 0,
+        "audio_guidance_rescale": 0,
+    },
+    blueprint=Blueprint(lambda config: Ltx2Model, Ltx2Codec, text_width=text_width),
+)
