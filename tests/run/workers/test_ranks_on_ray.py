@@ -120,3 +120,10 @@ def test_restarts_are_left_again_after_a_new_checkpoint(tmp_path):
     with pytest.raises(RuntimeError, match="died 2 times without a new checkpoint"):
         attempts(tmp_path / "other", [(1, None), (0, None), (0, None)], restarts=1)
     assert attempts(tmp_path / "wrong", [(0, 2)], restarts=1)[0] == 2
+
+
+def test_ranks_of_a_node_follow_each_other():
+    """Ray may seat them in any order; two of a node that share the weights would else be on two."""
+    places = [("b", 1, "b, 1"), ("a", 2, "a, 2"), ("b", 3, "b, 3"), ("a", 4, "a, 4"), ("a", 5, "a, 5")]
+    processes, seats = launch.by_node([pid for _, pid, _ in places], places)
+    assert processes == [pid for _, pid, _ in seats] == [1, 3, 2, 4, 5]

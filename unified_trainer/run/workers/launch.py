@@ -32,6 +32,7 @@ from unified_trainer.run.workers.workers import cause, place
 
 # Settings and command line -> exit code, or None for a process that ended because another one did.
 Train = Callable[[RunConfig, Sequence[str]], int | None]
+Place = tuple[str, int, str]  # id of the node, process id, and both in words
 LOOK = 1.0  # seconds between two looks at the processes
 OF_MACHINE = ("CUDA error", "CUBLAS_STATUS", "NCCL error", "NPU error", "HCCL error", "ECC error")  # in its message
 OF_CODE = ("device-side assert", "out of memory")
@@ -47,8 +48,8 @@ class TrainingProcess:
             free.bind(("", 0))
             return ray.util.get_node_ip_address(), free.getsockname()[1]
 
-    def where(self) -> tuple[str, int, str]:
-        """Return the id of the node, the process id, and both in words."""
+    def where(self) -> Place:
+        """Return where this process runs."""
         return ray.get_runtime_context().get_node_id(), os.getpid(), place()
 
     def train(
@@ -185,7 +186,7 @@ def _numbers_of_ranks(run: RunConfig) -> list[int]:
 
 def _run(processes: list[Any], train: Train, run: RunConfig, argv: Sequence[str]) -> int | None:
     """Return the exit code of the run, or None if a process died that neither a request nor a failed rank has ended."""
-    places = ray.get([process.where.remote() for process in processes])
+    processes, places = by_node(processes, ray.get([process.where.remote() for process in processes]))
     for number, (_, pid, words) in enumerate(places):
         _say(f"training process {number}: {words}, process {pid}")
     address, port = ray.get(processes[0].address.remote())
@@ -216,8 +217,18 @@ def _run(processes: list[Any], train: Train, run: RunConfig, argv: Sequence[str]
     return INTERRUPTED if died else 0
 
 
+def by_node(processes: Sequence[Any], places: Sequence[Place]) -> tuple[list[Any], list[Place]]:
+    """Return processes and places in an order in which those of a node follow each other, as ranks of torchrun do.
+
+    Shards of one copy of the weights are on ranks that follow each other.
+    """
+    nodes = [node for node, *_ in places]
+    order = sorted(range(len(nodes)), key=lambda number: nodes.index(nodes[number]))
+    return [processes[number] for number in order], [places[number] for number in order]
+
+
 @contextmanager
-def _stop_signals(places: list[tuple[str, int, str]]) -> Iterator[list[int]]:
+def _stop_signals(places: Sequence[Place]) -> Iterator[list[int]]:
     """Pass Ctrl-C, SIGTERM and SIGHUP on to the training processes; yield the list of those that came.
 
     They get SIGTERM, which asks them to save and end, and SIGKILL for a second Ctrl-C.
