@@ -64,6 +64,25 @@ def test_the_table(tmp_path, capsys, monkeypatch):
     assert not started
 
 
+def test_pairs_of_own_samples_are_made_once_and_their_calls_counted(tmp_path, monkeypatch):
+    """96 prompts, 8 samples and 4 calls each, are 48 for each of the 64 samples of a step."""
+    assert compare_rl.KINDS["flow_dpo of own pairs"].before == 96 * 8 * 4 / 64
+    started = []
+    monkeypatch.setattr(compare_rl, "run", lambda folder, steps, flags: started.append(["run", folder.name]))
+    monkeypatch.setattr(compare_rl, "command", lambda *words: started.append(words))
+    flags = compare_rl.own_pairs(tmp_path, 96, 1, [])
+    assert flags == [
+        word
+        for key, side in (("path", "preferred"), ("rejected", "rejected"))
+        for word in (f"--data.{key}", str(tmp_path / "pairs-1" / side))
+    ]
+    start, (rollout, *asked), (preprocess, *_) = started
+    assert (start, rollout, preprocess) == (["run", "start"], "rollout", "preprocess")
+    assert asked[asked.index("--seed") + 1] == "1000000" and len({*asked[2:98]}) == 96
+    (tmp_path / "pairs-1").mkdir()
+    assert compare_rl.own_pairs(tmp_path, 96, 1, []) == flags and len(started) == 4
+
+
 def test_what_is_missing_is_run_and_what_was_stopped_goes_on(tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(compare_rl.subprocess, "run", lambda words, check: started.append(words[3:]))
