@@ -21,6 +21,7 @@ SAMPLER = "--sampler.num-steps 4 --sampler.shift 5 --sampler.guidance-scale 1"
 SAMPLER_20 = "--sampler.num-steps 20 --sampler.shift 5 --sampler.guidance-scale 1"
 SWEEP = "--algorithm.window.size 4 --algorithm.window.every 2"  # all 16 places in 32 training steps
 TRAINED = "--algorithm.timestep-fraction 1"
+CHUNKS = f"{SAMPLER} --sampler.chunks.chunk-frames 1"
 DPO = f"--method flow_dpo {SAMPLER}"
 BATCH, GROUP, SAMPLER_STEPS = 64, 8, 4  # samples of a training step and of a prompt, and network calls of a sample
 
@@ -30,14 +31,14 @@ class Kind:
     """One row of the table."""
 
     flags: str  # flags of its runs
-    rollout: int  # network calls to generate a sample
+    rollout: float  # network calls to generate a sample; one chunk's is a part of one
     # Calls to train on it, with those of an old policy, a reference or a value function; no backward pass is counted.
     trained: int
-    from_dmd2: bool = False  # starts from the distilled student, with its sampler
+    starts_from: str = ""  # run of STARTS whose student it starts with
     prompts: int = 0  # from whose samples, eight of each and before training, pairs are made
 
     @property
-    def calls(self) -> int:
+    def calls(self) -> float:
         """Network calls per sample."""
         return self.rollout + self.trained
 
@@ -62,7 +63,16 @@ KINDS = {
     "flow_dpo": Kind(f"{DPO}", 0, 2),
     "flow_dpo of own pairs": Kind(f"{DPO}", 0, 2, prompts=96),
     "flow_dpo of own pairs, 1.5e-4": Kind(f"{DPO} --student.learning-rate 1.5e-4", 0, 2, prompts=96),
-    "dance on dmd2": Kind(f"{DANCE} {TRAINED}", 4, 3, from_dmd2=True),
+    "dance on dmd2": Kind(f"{DANCE} {TRAINED}", 4, 3, starts_from="dmd2"),
+    # Five chunks: four calls of each, and of all but the last one that writes the cache.
+    "dance, causal": Kind(f"{DANCE} {CHUNKS} {TRAINED} --algorithm.kernel dance", 24 / 5, 3, starts_from="causal"),
+    "diffusion_nft, causal": Kind(f"--method diffusion_nft {CHUNKS} {TRAINED}", 24 / 5, 8, starts_from="causal"),
+    "awm, causal": Kind(f"--method awm {CHUNKS} {TRAINED}", 24 / 5, 8, starts_from="causal"),
+}
+# Runs that rows start from, one for all seeds: their steps, and their flags. The sampler of dmd2's is that of its rows.
+STARTS = {
+    "dmd2": (400, "--method dmd2"),
+    "causal": (100, f"--method finetune --algorithm.forcing teacher --algorithm.shift 5 {CHUNKS}"),
 }
 
 
@@ -71,7 +81,6 @@ def main(
     steps: int = 80,
     seeds: tuple[int, ...] = (0, 1, 2),
     kinds: tuple[str, ...] = tuple(KINDS),
-    dmd2_steps: int = 400,
     extra: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = "",
 ) -> None:
     """Run what is missing, and print the table.
@@ -81,7 +90,6 @@ def main(
         steps: training steps of dance; other methods get the steps that make the same number of network calls
         seeds: seeds of the runs
         kinds: rows of the table
-        dmd2_steps: training steps of the distilled student, one for all seeds
         extra: more flags for every run, in one string: --extra="--device cpu"
     """
     rows = []
@@ -89,15 +97,15 @@ def main(
         kind, ends = KINDS[name], []
         own = max(1, round((steps * KINDS["dance"].calls - kind.before) / kind.calls))
         flags = [*kind.flags.split(), *extra.split()]
-        if kind.from_dmd2:
-            start = output / "dmd2"
-            run(start, dmd2_steps, ["--method", "dmd2", *extra.split()])
-            flags += ["--init-from", str(start)]
+        if kind.starts_from:
+            begun, how = STARTS[kind.starts_from]
+            run(output / kind.starts_from, begun, [*how.split(), *extra.split()])
+            flags += ["--init-from", str(output / kind.starts_from)]
         for seed in seeds:
             pairs = own_pairs(output, kind.prompts, seed, extra.split()) if kind.prompts else []
             lines = run(output / f"{name.replace(' ', '_')}-{seed}", own, [*flags, *pairs, "--seed", str(seed)])
             ends.append(lines)
-        rows.append(row(name, own, kind.before + own * kind.calls, ends))
+        rows.append(row(name, own, round(kind.before + own * kind.calls), ends))
     head = ["", "steps", "calls per sample", "reward before", "reward", "accuracy before", "accuracy"]
     for cells in (head, ["---"] * len(head), *rows):
         sys.stdout.write(f"| {' | '.join(cells)} |\n")

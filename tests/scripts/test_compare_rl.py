@@ -20,8 +20,9 @@ import compare_rl
 def test_the_flags_of_every_row_are_a_run_whose_calls_are_counted(name, monkeypatch):
     """Network calls per sample: those of the sampler, and of each trained transition or level."""
     kind = compare_rl.KINDS[name]
-    trained = {"num_steps": 4, "solver": "sde", "shift": 5.0, "guidance_scale": 1.0} if kind.from_dmd2 else None
-    flags = kind.flags.split() + (["--init-from", "a"] if kind.from_dmd2 else [])
+    of_dmd2 = {"num_steps": 4, "solver": "sde", "shift": 5.0, "guidance_scale": 1.0}
+    trained = of_dmd2 if kind.starts_from == "dmd2" else None
+    flags = kind.flags.split() + (["--init-from", "a"] if kind.starts_from else [])
     monkeypatch.setattr(command_line, "trained_sampler", lambda spec: trained)
     run = command_line.parse(flags)
     check(replace(run, init_from=None), ALONE)  # the run that it starts from is not made here
@@ -35,7 +36,8 @@ def test_the_flags_of_every_row_are_a_run_whose_calls_are_counted(name, monkeypa
         assert kind.rollout == round(mean)
         assert kind.trained == (run.algorithm.window.size or round((steps - 1) * run.algorithm.timestep_fraction))
         return
-    assert kind.rollout == steps and run.sampler.guidance_scale == 1
+    chunks = len(run.sampler.chunks.ranges(5)) if run.sampler.chunks.causal else 1
+    assert kind.rollout == (chunks * steps + chunks - 1) / chunks and run.sampler.guidance_scale == 1
     if run.method == "online_dpo":  # two of a group, by student and reference
         assert kind.trained == 2 * run.sampler.num_steps * 2 / run.algorithm.num_samples
     elif run.method in ("diffusion_nft", "awm"):
