@@ -152,8 +152,9 @@ def test_the_gradient_does_not_depend_on_batches(batches):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path):
-    options = ["--algorithm.kl-coefficient", "0.1", "--algorithm.old-decay-rise", "0.2"]
+@pytest.mark.parametrize("chunks", [[], ["--sampler.chunks.chunk-frames", "1"]], ids=["bidirectional", "causal"])
+def test_a_resumed_run_is_the_run_that_was_never_stopped(chunks, tmp_path):
+    options = [*chunks, "--algorithm.kl-coefficient", "0.1", "--algorithm.old-decay-rise", "0.2"]
     options += [
         "--student.learning-rate",
         "0.01",
