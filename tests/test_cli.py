@@ -174,7 +174,7 @@ def test_another_pipeline_is_named(refused, wan):
         (["--reward.scale", "-1"], "sum to -1 (hpsv3 -1): the student would learn to lower their scores"),
         (
             ["--reward.scorers.nice.weight", "1"],
-            "reward.scorers.nice.kind nice is no scorer; have aesthetic, clip, hpsv2, hpsv3, ocr, sharp",
+            "reward.scorers.nice.kind nice is no scorer; have aesthetic, background_consistency, clip",
         ),
         (["--reward.scorers.clip.weight", "1"], "reward.scorers.clip.path must be the folder of a clip scorer, not ''"),
         (["--reward.scorers.a.kind", "clip", "--reward.scorers.a.path", "nowhere"], "nowhere/preprocessor_config.json"),

@@ -21,7 +21,7 @@ def clips(tmp_path_factory):
     """Two files in row groups of four, with the captions' embeddings."""
     folder, codec = tmp_path_factory.mktemp("clips"), tiny_codec()
     rendered = render_clips(DataConfig(num_clips=COUNT), codec, VideoConfig(FRAMES, SIZE, SIZE), seed=0)
-    raw = codec._raw(rendered.encoded)
+    raw = codec.raw(rendered.encoded)
     for name, part in (("a", slice(0, 12)), ("b", slice(12, COUNT))):
         captions = list(rendered.prompts[part])
         text = codec._embeddings.rows(captions)

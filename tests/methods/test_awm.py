@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import (
+    ALONE,
     LATENT_SHAPE,
     SMALL,
     Calls,
@@ -13,13 +14,16 @@ from helpers import (
     frozen,
     gradients,
     metrics_of,
-    trainable,
+    small_causal,
 )
-from test_diffusion_nft import REWARDS, SIGMAS, STEPS, samples, trainer
+from test_diffusion_nft import CAUSAL, REWARDS, SIGMAS, STEPS, samples, student_of, trainer, velocity_on
 
 from unified_trainer.__main__ import main
 from unified_trainer.methods.awm import AWM, AWMConfig, log_likelihood
 from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.causal import CausalFrozen
+from unified_trainer.roles.role import RoleConfig
 
 CONFIG = AWMConfig(
     num_prompts=2,
@@ -81,13 +85,14 @@ def advantages() -> torch.Tensor:
 
 def by_hand(one, kl: float = 0.0, reference=None) -> dict[str, torch.Tensor]:
     """The gradient of the published loss, averaged over samples of the old policy and over noise levels."""
-    role, old, config = trainable(), one.method.old, one.method.config
+    role, old, config = student_of(one), one.method.old, one.method.config
     batch, x0, total = one.loader.batch(0), samples(one), 0.0
+    velocity = velocity_on(x0, one)
     for s in range(STEPS):
         noise = Streams(0, 0).noise(f"forward {s}", batch.sample_ids, LATENT_SHAPE)
         x_t = (1 - SIGMAS[s]) * x0 + SIGMAS[s] * noise
         level = torch.full((8,), SIGMAS[s], dtype=torch.float64)
-        v, v_old = role.velocity(x_t, level, batch.cond), old.velocity(x_t, level, batch.cond).detach()
+        v, v_old = velocity(role, x_t, level, batch.cond), velocity(old, x_t, level, batch.cond).detach()
         errors = [(one - (noise - x0)).square().flatten(1).mean(1) for one in (v, v_old)]
         new, before = (-SIGMAS[s] * error**config.power / config.power for error in errors)
         ratio, a = (new - before).exp(), advantages()
@@ -95,7 +100,7 @@ def by_hand(one, kl: float = 0.0, reference=None) -> dict[str, torch.Tensor]:
         loss = torch.maximum(-a * ratio, -a * bounded)
         loss = loss + config.old_kl * (v - v_old).square().flatten(1).mean(1)
         if reference is not None:
-            loss = loss + kl * (v - reference.velocity(x_t, level, batch.cond)).square().flatten(1).mean(1)
+            loss = loss + kl * (v - velocity(reference, x_t, level, batch.cond)).square().flatten(1).mean(1)
         total = total + loss.mean() / STEPS
     total.backward()
     return gradients(role.network)
@@ -119,6 +124,17 @@ def test_kl_to_the_reference():
     assert metrics["kl"] > 0
 
 
+def test_a_causal_student_and_its_reference_attend_to_clean_chunks():
+    """Two chunks; the old policy generates its samples chunk by chunk."""
+
+    def reference() -> CausalFrozen:
+        return CausalFrozen("reference", Backbone(small_causal(2), ALONE), RoleConfig())
+
+    one = awm(sampler=CAUSAL, reference=reference(), kl_coefficient=3.0)
+    one.step(0)
+    assert_near(one.roles["student"].gradients[0], by_hand(awm(sampler=CAUSAL), 3.0, reference()), 1e-3)
+
+
 def test_where_the_policies_agree_the_gradient_is_that_of_weighted_flow_matching():
     """-A sum of d log p / dv: neither the clip nor the distance to the old policy has an effect."""
     one, wide = awm(old_seed=0), awm(old_seed=0, clip_range=1.0, old_kl=0.0)
@@ -136,8 +152,9 @@ def test_the_gradient_does_not_depend_on_batches(batches):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path):
-    options = ["--algorithm.kl-coefficient", "0.1", "--algorithm.old-decay-rise", "0.2"]
+@pytest.mark.parametrize("chunks", [[], ["--sampler.chunks.chunk-frames", "1"]], ids=["bidirectional", "causal"])
+def test_a_resumed_run_is_the_run_that_was_never_stopped(chunks, tmp_path):
+    options = [*chunks, "--algorithm.kl-coefficient", "0.1", "--algorithm.old-decay-rise", "0.2"]
     options += [
         "--student.learning-rate",
         "0.01",

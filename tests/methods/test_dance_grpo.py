@@ -379,6 +379,7 @@ def test_the_rollout_is_the_same_for_any_rollout_batch():
         ({"kernel": "ode"}, r"algorithm\.kernel must be stochastic"),
         ({"kernel": "cps", "eta": 1.2}, r"algorithm\.eta must be at most 1 for cps, not 1\.2"),
         ({"normalised": False}, r"--algorithm\.no-normalised needs algorithm\.kernel cps"),
+        ({"std_cap": 0.5, "kernel": "cps"}, r"algorithm\.std_cap needs algorithm\.kernel dance or flow, not cps"),
         ({"kernel": "cps", "normalised": False, "guard": True}, r"set --algorithm\.normalised"),
         ({"kernel": "cps", "normalised": False, "step_weight": "equal"}, r"set --algorithm\.normalised"),
         ({"kernel": "cps", "normalised": False, "clip_velocity": 0.1}, r"set --algorithm\.normalised"),

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from chunk_world import causal_student
 from helpers import (
     ALONE,
     CAPTIONS,
@@ -22,6 +23,7 @@ from helpers import (
     reward_of,
     reward_parts,
     setup_of,
+    small_causal,
     small_model,
     tiny_codec,
     trainable,
@@ -36,7 +38,8 @@ from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.role import TrainableConfig
+from unified_trainer.roles.causal import CausalStudent, CausalWeightCopy
+from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.run.trainer import Trainer
 from unified_trainer.sampling.solver import SamplerConfig, generate
@@ -44,6 +47,7 @@ from unified_trainer.sampling.solver import SamplerConfig, generate
 STEPS = 3
 SIGMAS = [float(sigma) for sigma in sigma_table(STEPS, 3.0)]
 SAMPLER = SamplerConfig(num_steps=STEPS, guidance_scale=1.0)
+CAUSAL = dataclasses.replace(SAMPLER, chunks=ChunkConfig(chunk_frames=1))
 REWARDS = (1.0, 2.0, 4.0, 5.0, -1.0, 2.0, -3.0, 1.0)
 CONFIG = DiffusionNFTConfig(
     num_prompts=2, num_samples=4, prompts_per_update=2, rollout_batch=8, update_batch=8, beta=0.5, old_decay_rise=0.1
@@ -51,19 +55,30 @@ CONFIG = DiffusionNFTConfig(
 
 
 def trainer(
-    *, old_seed: int = 1, reference=None, rewards=REWARDS, moves: bool = False, kind=DiffusionNFT, of=CONFIG, **changes
+    *,
+    old_seed: int = 1,
+    reference=None,
+    rewards=REWARDS,
+    moves: bool = False,
+    kind=DiffusionNFT,
+    of=CONFIG,
+    sampler: SamplerConfig = SAMPLER,
+    **changes,
 ) -> Trainer:
     """Return a trainer whose student records its gradients; the old policy has other weights unless its seed is 0.
 
-    `kind` is another method with an old policy, and `of` its settings.
+    `kind` is another method with an old policy, and `of` its settings. A causal sampler makes the roles causal.
     """
     config = dataclasses.replace(of, **changes)
     student = Recorder(TrainableConfig(max_grad_norm=0.0, learning_rate=1e-2), moves=moves)
     old = WeightCopy("old", Backbone(small_model(old_seed), ALONE), TrainableConfig())
+    if sampler.chunks.causal:
+        student = causal_student()
+        old = CausalWeightCopy("old", Backbone(small_causal(old_seed), ALONE), TrainableConfig())
     reward = reward_of(ScriptedScorer(rewards))
     loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
-    parts = reward_parts(kind, config, SAMPLER, old, reward, loader)
-    method = kind(config, SAMPLER, student=student, old=old, reference=reference, **parts)
+    parts = reward_parts(kind, config, sampler, old, reward, loader)
+    method = kind(config, sampler, student=student, old=old, reference=reference, **parts)
     return Trainer(method, {"student": student}, loader, ALONE, copies={"old": (old, "student")}, seed=0)
 
 
@@ -78,7 +93,22 @@ def samples(one: Trainer) -> torch.Tensor:
     """Return the samples of the old policy in training step 0."""
     batch, rng = one.loader.batch(0), Streams(0, 0)
     noise = rng.noise("initial", batch.sample_ids, LATENT_SHAPE)
-    return generate(one.method.old, noise, batch, SAMPLER, lambda s: noise)
+    return generate(one.method.old, noise, batch, one.method.sampler, lambda s: noise)
+
+
+def velocity_on(x0: torch.Tensor, one: Trainer):
+    """Return a function as `velocity` of a role; chunks of a causal one attend to the clean chunks of x0."""
+    chunks = one.method.sampler.chunks
+    if not chunks.causal:
+        return lambda role, *call: role.velocity(*call)
+    return lambda role, *call: role.masked_velocity(*call, chunks, x0)
+
+
+def student_of(one: Trainer) -> Trainable:
+    """Return a role with the weights that the trainer's student starts with."""
+    if not one.method.sampler.chunks.causal:
+        return trainable()
+    return CausalStudent("student", Backbone(small_causal(), ALONE, trained=True), TrainableConfig())
 
 
 def optimality() -> torch.Tensor:
@@ -116,14 +146,15 @@ def test_the_gradient_where_the_policies_agree(r):
 
 def by_hand(one: Trainer, kl: float = 0.0, reference=None, rows=slice(None)) -> dict[str, torch.Tensor]:
     """Return the gradient of 5 x MATH.md 9, averaged over samples of the old policy and over noise levels."""
-    role, old, batch, x0 = trainable(), one.method.old, one.loader.batch(0), samples(one)
+    role, old, batch, x0 = student_of(one), one.method.old, one.loader.batch(0), samples(one)
+    velocity = velocity_on(x0, one)
     beta, r, total = one.method.config.beta, optimality(), 0.0
     for s in range(STEPS):
         sigma = SIGMAS[s]
         noise = Streams(0, 0).noise(f"forward {s}", batch.sample_ids, LATENT_SHAPE)
         x_t = (1 - sigma) * x0 + sigma * noise
         level = torch.full((8,), sigma, dtype=torch.float64)
-        v, v_old = role.velocity(x_t, level, batch.cond), old.velocity(x_t, level, batch.cond)
+        v, v_old = (velocity(of, x_t, level, batch.cond) for of in (role, old))
         terms = []
         for implicit in (beta * v + (1 - beta) * v_old, (1 + beta) * v_old - beta * v):
             error = x_t - sigma * implicit - x0
@@ -143,6 +174,15 @@ def test_the_update_is_the_gradient_of_the_paper():
     assert_near(one.roles["student"].gradients[0], by_hand(trainer()), 1e-3)
     assert len(calls.graph) == STEPS and all(calls.graph)  # the student runs for its loss only
     assert metrics["policy_gap"] > 0 and metrics["reward"] == pytest.approx(sum(REWARDS) / 8)
+
+
+@pytest.mark.parametrize("chunk_frames", [1, 2])
+def test_chunks_of_a_causal_student_attend_to_clean_chunks(chunk_frames):
+    """Two chunks, or one; the old policy generates its samples chunk by chunk."""
+    sampler = dataclasses.replace(CAUSAL, chunks=ChunkConfig(chunk_frames))
+    one = trainer(sampler=sampler)
+    one.step(0)
+    assert_near(one.roles["student"].gradients[0], by_hand(trainer(sampler=sampler)), 1e-3)
 
 
 def test_kl_to_the_reference():
@@ -248,7 +288,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(options, tmp_path):
     [
         ({"num_samples": 1}, SAMPLER, r"algorithm\.num_samples must be at least 2"),
         ({}, SamplerConfig(), r"sampler\.guidance_scale must be 1, not 3\.0"),
-        ({}, dataclasses.replace(SAMPLER, chunks=ChunkConfig(chunk_frames=1)), r"chunk_frames must be 0"),
+        ({}, dataclasses.replace(CAUSAL, chunks=ChunkConfig(1, context_noise=0.1)), r"context_noise must be 0"),
     ],
 )
 def test_a_wrong_setting_names_its_key(changes, sampler, message):

@@ -61,6 +61,12 @@ def test_global_estimators_by_hand():
     assert_equal(group_advantages(rewards, TWO_IDS, "global_std"), expected)
 
 
+def test_the_largest_std_by_hand():
+    """Bessel's variances are (4 + 1 + 1 + 4) / 3 and (4 + 4) / 1: both groups are divided by the second's std."""
+    expected = [d / (8**0.5 + 1e-8) for d in (-2, -1, 1, 2, -2, 2)]
+    assert_equal(group_advantages(double(TWO_GROUPS), TWO_IDS, "largest_std"), expected)
+
+
 def test_gdpo_by_hand():
     """Each reward in its group, weighted, summed, then over the batch: a reward's scale does not count."""
     first, second = double(TWO_GROUPS), double([3.0, 3, 3, 7, 2, 1])
@@ -81,13 +87,13 @@ def test_gdpo_alone_takes_several_rewards_and_as_many_weights():
         group_advantages(double([[1, 2], [3, 4]]), [0, 0], "gdpo", weights=(1.0,))
 
 
-@pytest.mark.parametrize("estimator", ["dr_grpo", "rloo", "global", "global_std", "gdpo"])
+@pytest.mark.parametrize("estimator", ["dr_grpo", "rloo", "global", "global_std", "largest_std", "gdpo"])
 @pytest.mark.parametrize("offset", [0.0, 1e6])
 def test_equal_rewards_give_nothing_by_any_estimator(estimator, offset):
     assert not group_advantages(double([0.1 + offset] * 6), TWO_IDS, estimator).any()
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "global_std"])
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "global_std", "largest_std"])
 @pytest.mark.parametrize("size", [1e-3, 4.5, 1e6])
 def test_rewards_that_differ_by_rounding_are_equal(estimator, size):
     """A std of rounding would turn rounding into advantages of order 1."""

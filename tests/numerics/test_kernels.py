@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unified_trainer.numerics.flow import sigma_table
-from unified_trainer.numerics.kernels import log_prob, transition
+from unified_trainer.numerics.kernels import CappedPolicy, Policy, log_prob, transition
 
 K = torch.arange(16, dtype=torch.float64).reshape(2, 8)
 X_T, VELOCITY, NOISE = K.sin(), (1.3 * K).cos(), (2.7 * K + 0.5).sin()
@@ -191,3 +191,21 @@ def test_a_step_must_go_down(sigma_next):
 def test_an_unknown_kernel_is_named(unchecked):
     with pytest.raises(ValueError, match="unknown kernel 'danse'; have ode, dance"):
         transition("danse", X_T, VELOCITY, SIGMA, SIGMA_NEXT, 0.3)
+
+
+@pytest.mark.parametrize(("kernel", "level", "capped"), [("flow", 0.6, [0, 1]), ("dance", 0.9, [3])])
+def test_a_capped_policy_has_no_larger_standard_deviation(kernel, level, capped):
+    """Where it is capped, mean and std are those of the diffusion cap / sqrt(-dt); elsewhere those without a cap."""
+    sigmas = torch.tensor([1.0, 0.8, 0.6, 0.45, 0.1, 0.0], dtype=torch.float64)
+    whole, cut = Policy(kernel, level, sigmas), CappedPolicy(kernel, level, sigmas, std_cap=0.45)
+    x_t, velocity = torch.randn(2, 2, 3, dtype=torch.float64)
+    for s in range(4):
+        sigma, dt = float(sigmas[s]), float(sigmas[s + 1] - sigmas[s])
+        mean, std = cut.step(s, x_t, velocity)
+        if s not in capped:
+            assert torch.equal(mean, whole.step(s, x_t, velocity)[0]) and whole.std(s) < 0.45
+            continue
+        assert float(std.flatten()[0]) == pytest.approx(0.45) and whole.std(s) > 0.45
+        noise = x_t + (1 - sigma) * velocity
+        expected = x_t + dt * (velocity + (0.45**2 / -dt) / (2 * sigma) * noise)
+        torch.testing.assert_close(mean, expected)

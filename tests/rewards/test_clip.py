@@ -1,5 +1,6 @@
 """The CLIP scorer against transformers' own model and processor, on a small random folder."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -10,10 +11,12 @@ from helpers import CPU, REPO, rewrite
 from safetensors.torch import load_file, save_file
 from small_clip import SIDE, save_clip
 from torch import nn
+from torch.nn.functional import cosine_similarity
 from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.rewards.aesthetic import load_head
+from unified_trainer.rewards.background_consistency import frame_consistency
 from unified_trainer.rewards.clip import CLIP
 from unified_trainer.rewards.reward import RewardConfig
 from unified_trainer.rewards.scorers import check_reward, load_scorers
@@ -161,6 +164,29 @@ def head_file(file: Path, layers=LAYERS, **changes) -> Path:
     }
     save_file(tensors | changes, file)
     return file
+
+
+@torch.no_grad()
+def test_background_consistency_is_the_mean_likeness_to_the_frame_before_and_to_the_first(folder, clip):
+    """VBench's loop over the frames of each video, in images that are scored two at a time."""
+    config = RewardConfig(kind="background_consistency", path=str(folder), frames="all", batch=2)
+    check_reward(config, 3)
+    video = torch.stack([IMAGES, IMAGES[[1, 1, 0]]]).movedim(1, 2)
+    got = load_scorers(config, CPU)[0]["background_consistency"](video, PROMPTS[:2])
+    for of_video, expected in zip(got, ([0, 1, 2], [1, 1, 0]), strict=True):
+        features = clip.features(IMAGES[expected])
+        total = 0.0
+        for i in (1, 2):
+            likeness = [float(cosine_similarity(features[i], features[j], dim=0)) for j in (i - 1, 0)]
+            total += sum(max(0.0, one) for one in likeness) / 2
+        assert float(of_video) == pytest.approx(total / 2, abs=1e-6)
+    with pytest.raises(UserError, match="needs at least 2 frames"):
+        check_reward(dataclasses.replace(config, frames="first"), 3)
+
+
+def test_frames_that_are_unlike_count_0():
+    features = torch.tensor([[[1.0, 0.0], [-1.0, 0.0], [0.6, 0.8]]])
+    assert float(frame_consistency(features)) == pytest.approx((0 + (0 + 0.6) / 2) / 2)
 
 
 @torch.no_grad()

@@ -127,8 +127,16 @@ def test_a_missing_weight_file_ends_the_run_with_one_line(probe, run_folder, cap
 
 
 def test_every_kind_of_the_package_is_found_under_its_name():
-    measures = ("sharpness", "motion_smoothness", "saturation", "dark_share", "edge_density", "motion_energy")
-    networks = ("hpsv3", "hpsv2", "clip", "aesthetic", "ocr", "vlm", "vlm_pairs", "http")
+    measures = (
+        "sharpness",
+        "motion_smoothness",
+        "saturation",
+        "dark_share",
+        "edge_density",
+        "motion_energy",
+        "temporal_flickering",
+    )
+    networks = ("hpsv3", "hpsv2", "clip", "aesthetic", "background_consistency", "ocr", "vlm", "vlm_pairs", "http")
     assert set(KINDS) == {*networks, "first_frame_likeness", *measures}
     assert all(kind.name == name for name, kind in KINDS.items())
 

@@ -80,6 +80,12 @@ def test_motion_energy_is_the_mean_change():
     assert float(pixels.motion_energy(grey(values))) == pytest.approx(0.4)
 
 
+def test_temporal_flickering_is_one_minus_the_mean_change_of_all_channels():
+    video = torch.zeros(1, 3, 3, 4, 4)
+    video[:, 0, 1], video[:, 2, 2] = 0.6, 0.3
+    assert float(pixels.temporal_flickering(video)) == pytest.approx(1 - (0.6 + 0.6 + 0.3) / 6)
+
+
 def test_first_frame_likeness_is_one_minus_the_mean_difference():
     values = torch.tensor([0.4, 0.5, 0.1])[:, None, None].expand(3, 8, 8)
     assert float(pixels.first_frame_likeness(grey(values))) == pytest.approx(1 - (0.1 + 0.3) / 2)
@@ -90,7 +96,12 @@ def test_first_frame_likeness_is_one_minus_the_mean_difference():
 
 @pytest.mark.parametrize(
     ("measure", "frames"),
-    [(pixels.motion_energy, 2), (pixels.motion_smoothness, 3), (pixels.first_frame_likeness, 2)],
+    [
+        (pixels.motion_energy, 2),
+        (pixels.motion_smoothness, 3),
+        (pixels.temporal_flickering, 2),
+        (pixels.first_frame_likeness, 2),
+    ],
 )
 def test_motion_needs_frames(measure, frames):
     with pytest.raises(ValueError, match=f"needs at least {frames} frames of a video, not {frames - 1}"):
@@ -108,7 +119,8 @@ def test_statistics_are_the_scorers_of_their_names_bit_for_bit():
 
 
 @pytest.mark.parametrize(
-    "name", ["sharpness", "motion_smoothness", "saturation", "motion_energy", "first_frame_likeness"]
+    "name",
+    ["sharpness", "motion_smoothness", "saturation", "motion_energy", "temporal_flickering", "first_frame_likeness"],
 )
 def test_samples_are_independent_and_have_finite_gradients(name):
     """Gradients are finite for a still, uniform clip too."""

@@ -20,8 +20,9 @@ import compare_rl
 def test_the_flags_of_every_row_are_a_run_whose_calls_are_counted(name, monkeypatch):
     """Network calls per sample: those of the sampler, and of each trained transition or level."""
     kind = compare_rl.KINDS[name]
-    trained = {"num_steps": 4, "solver": "sde", "shift": 5.0, "guidance_scale": 1.0} if kind.from_dmd2 else None
-    flags = kind.flags.split() + (["--init-from", "a"] if kind.from_dmd2 else [])
+    of_dmd2 = {"num_steps": 4, "solver": "sde", "shift": 5.0, "guidance_scale": 1.0}
+    trained = of_dmd2 if kind.starts_from == "dmd2" else None
+    flags = kind.flags.split() + (["--init-from", "a"] if kind.starts_from else [])
     monkeypatch.setattr(command_line, "trained_sampler", lambda spec: trained)
     run = command_line.parse(flags)
     check(replace(run, init_from=None), ALONE)  # the run that it starts from is not made here
@@ -35,7 +36,8 @@ def test_the_flags_of_every_row_are_a_run_whose_calls_are_counted(name, monkeypa
         assert kind.rollout == round(mean)
         assert kind.trained == (run.algorithm.window.size or round((steps - 1) * run.algorithm.timestep_fraction))
         return
-    assert kind.rollout == steps and run.sampler.guidance_scale == 1
+    chunks = len(run.sampler.chunks.ranges(5)) if run.sampler.chunks.causal else 1
+    assert kind.rollout == (chunks * steps + chunks - 1) / chunks and run.sampler.guidance_scale == 1
     if run.method == "online_dpo":  # two of a group, by student and reference
         assert kind.trained == 2 * run.sampler.num_steps * 2 / run.algorithm.num_samples
     elif run.method in ("diffusion_nft", "awm"):
@@ -62,6 +64,25 @@ def test_the_table(tmp_path, capsys, monkeypatch):
     spread = statistics.stdev([3.0, 4.0])
     assert last == f"| window of 2 | 7 | 42 | 2.000 ± 0.000 | 3.500 ± {spread:.3f} | 0.500 ± 0.000 | 0.750 ± 0.000 |"
     assert not started
+
+
+def test_pairs_of_own_samples_are_made_once_and_their_calls_counted(tmp_path, monkeypatch):
+    """96 prompts, 8 samples and 4 calls each, are 48 for each of the 64 samples of a step."""
+    assert compare_rl.KINDS["flow_dpo of own pairs"].before == 96 * 8 * 4 / 64
+    started = []
+    monkeypatch.setattr(compare_rl, "run", lambda folder, steps, flags: started.append(["run", folder.name]))
+    monkeypatch.setattr(compare_rl, "command", lambda *words: started.append(words))
+    flags = compare_rl.own_pairs(tmp_path, 96, 1, [])
+    assert flags == [
+        word
+        for key, side in (("path", "preferred"), ("rejected", "rejected"))
+        for word in (f"--data.{key}", str(tmp_path / "pairs-1" / side))
+    ]
+    start, (rollout, *asked), (preprocess, *_) = started
+    assert (start, rollout, preprocess) == (["run", "start"], "rollout", "preprocess")
+    assert asked[asked.index("--seed") + 1] == "1000000" and len({*asked[2:98]}) == 96
+    (tmp_path / "pairs-1").mkdir()
+    assert compare_rl.own_pairs(tmp_path, 96, 1, []) == flags and len(started) == 4
 
 
 def test_what_is_missing_is_run_and_what_was_stopped_goes_on(tmp_path, monkeypatch):

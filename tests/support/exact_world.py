@@ -69,6 +69,8 @@ class ClassCodec:
     def normalise(self, raw):
         return raw
 
+    raw = normalise
+
     def decode(self, latents):
         return latents
 

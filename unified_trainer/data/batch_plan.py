@@ -17,6 +17,7 @@ class BatchPlan:
     micro_batch: int  # samples of one backward pass, at most: a rank takes the largest size that divides its share
     keys: tuple[str, str, str, str]  # the settings that these four come from, for messages
     by_failures: bool = False  # prompts are drawn in proportion to failures + 1, instead of epoch by epoch
+    failures_kept: float = 1.0  # share of the counts of failures that stays from a training step to the next
     further: bool = False  # a step may draw prompts outside its batch
     whole_groups: bool = False  # all samples of a prompt are on one rank
 

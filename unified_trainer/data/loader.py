@@ -97,7 +97,8 @@ class Loader:
                 f"{plan.prompts}"
             )
         # Counts of failures: the present ones, and those of 1, 2, ... `ahead` steps ago.
-        counts = torch.zeros(ahead + 1, len(source), dtype=torch.int64)
+        whole = torch.int64 if plan.failures_kept == 1 else torch.float64
+        counts = torch.zeros(ahead + 1, len(source), dtype=whole)
         self._failures = counts if plan.by_failures else None
         self._ahead = ahead
         self._stored = source if isinstance(source, StoredSource) else None
@@ -142,10 +143,14 @@ class Loader:
         return order[skip : skip + count]
 
     def note_failures(self, rows: Iterable[int]) -> None:
-        """Count a failure of each of these rows, once in a step; all ranks must give the same rows."""
+        """Count a failure of each of these rows, once in a step, and less of those before.
+
+        All ranks must give the same rows.
+        """
         failures = self._failures
         assert failures is not None  # the batch plan draws prompts by failures
         failures[1:] = failures[:-1].clone()
+        failures[0] = failures[0] * self._plan.failures_kept
         failures[0, list(rows)] += 1
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from unified_trainer.data.tables import TABLES, read_columns, read_lists, refuse
 from unified_trainer.data.tiny_world import HELD_OUT, PHRASINGS, SUBJECTS
 from unified_trainer.models import hub
 
-COLUMNS = ("prompt", "caption", "text", "cap")  # of a table, unless the settings name another
+COLUMNS = ("prompt", "caption", "text", "cap", "prompt_en")  # of a table, unless the settings name another
 IMAGES = ("image", "images")  # columns of paths of condition images: one, or a list
 SUFFIXES = (".txt", *TABLES)  # a text that ends so names a file
 

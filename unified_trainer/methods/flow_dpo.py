@@ -89,6 +89,8 @@ class OnlineDPOConfig(ForwardConfig):
 
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
+        if setup.sampler.chunks.causal:
+            raise UserError("sampler.chunks.chunk_frames must be 0 for online_dpo; awm trains causal students")
         if self.num_samples < 2:
             raise UserError("algorithm.num_samples must be at least 2: a pair is the best and the worst of a group")
         setup.check_guidance("student", "sampler.guidance_scale", setup.sampler.guidance_scale)

@@ -260,6 +260,10 @@ class Codec(Protocol):
         """Return (raw - mean) / std with the VAE's own statistics."""
         ...
 
+    def raw(self, latents: Latents) -> Latents:
+        """Undo `normalise`, on the device."""
+        ...
+
     def decode(self, latents: Latents) -> Video:
         """Decode normalised latents, with a gradient to them if they take one."""
         ...

@@ -276,10 +276,9 @@ class DiffusersCodec:
 
     def _decode(self, latents: Latents, decode: DecodeNext) -> Video:
         with self._vae.in_use() as vae:
-            return (decode(vae, self._raw(self.of_video(latents)).to(vae.dtype)).float() / 2 + 0.5).clamp(0, 1)
+            return (decode(vae, self.raw(self.of_video(latents)).to(vae.dtype)).float() / 2 + 0.5).clamp(0, 1)
 
-    def _raw(self, latents: Latents) -> Latents:
-        """Undo `normalise`, on the device."""
+    def raw(self, latents: Latents) -> Latents:
         return latents.to(self._mean) * self._std + self._mean
 
     @classmethod

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-Estimator = Literal["grpo", "dr_grpo", "rloo", "global", "global_std", "gdpo"]
+Estimator = Literal["grpo", "dr_grpo", "rloo", "global", "global_std", "largest_std", "gdpo"]
 Ids = Sequence[Hashable] | Tensor  # prompt id of each sample; equal ids are one group
 EPS = 1e-8  # added to a standard deviation
 ROUNDINGS = 100  # machine epsilons by which equal rewards may differ: a network adds up in another order
@@ -28,6 +28,7 @@ def group_advantages(
     `grpo`: (r - mean) / (std + 1e-8) (arXiv:2402.03300). `dr_grpo`: r - mean (arXiv:2503.20783).
     `rloo`: n / (n - 1) (r - mean), that is r minus the mean of the other samples (arXiv:2402.14740).
     `global`: (r - mean_all) / (std_all + 1e-8). `global_std`: (r - mean) / (std_all + 1e-4).
+    `largest_std`: (r - mean) / (the largest std of a group + 1e-8) (LongCat-Video, arXiv:2510.22200).
     `gdpo`: for rewards [b, r], the weighted sum of the r grpo advantages, then as `global` (arXiv:2601.05242).
 
     A group of equal rewards gets exactly 0, except under `global`; so does one whose rewards differ by no more than
@@ -58,6 +59,8 @@ def group_advantages(
                 scale[index] = group.std() + EPS
             if estimator == "rloo":
                 scale[index] = (len(index) - 1) / len(index)
+        if estimator == "largest_std":
+            scale = max(r[index].std() for index in positions.values()) + EPS
         if estimator == "global_std":
             scale = global_statistics(*totals(r - r[0]))[1] + GLOBAL_STD_EPS
         advantages = centered / scale

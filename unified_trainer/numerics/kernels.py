@@ -107,7 +107,11 @@ class Policy:
     def step(self, s: int, x_t: Tensor, velocity: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and standard deviation of x_next for transition s, see `transition`."""
         sigma, sigma_next, second = self.sigmas[s], self.sigmas[s + 1], self.sigmas[1]
-        return transition(self.kernel, x_t, velocity, sigma, sigma_next, self.level, sigma_max=second)
+        return transition(self.kernel, x_t, velocity, sigma, sigma_next, self.level_at(s), sigma_max=second)
+
+    def level_at(self, s: int) -> float:
+        """Return the noise strength of transition s."""
+        return self.level
 
     def euler_step(self, s: int, x_t: Tensor, velocity: Tensor) -> Tensor:
         """Return x_next of a deterministic step; the velocity was predicted at x_t and sigmas[s]."""
@@ -124,6 +128,22 @@ class Policy:
     def mean_gain(self, s: int) -> float:
         """Return |d mean / d velocity| of transition s."""
         return abs(float(self.step(s, *torch.tensor([[[0.0]], [[1.0]]], dtype=torch.float64))[0]))
+
+
+@dataclass(frozen=True)
+class CappedPolicy(Policy):
+    """A policy of kernel dance or flow whose transitions have a standard deviation of at most `std_cap`.
+
+    The diffusion is cut to std_cap / sqrt(-dt), as in LongCat-Video's truncated noise schedule (arXiv:2510.22200).
+    """
+
+    std_cap: float = math.inf
+
+    def level_at(self, s: int) -> float:
+        """Return the noise strength of transition s, to which its standard deviation is proportional."""
+        sigma, sigma_next = self.sigmas[s], self.sigmas[s + 1]
+        of_one = _diffusion(self.kernel, sigma, 1.0, self.sigmas[1]) * (sigma - sigma_next).sqrt()
+        return min(self.level, self.std_cap / float(of_one))
 
 
 def _needed(kernel: Kernel, sigma_max: Sigma | None) -> Tensor:

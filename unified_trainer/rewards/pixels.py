@@ -88,6 +88,15 @@ def _motion_energy(y: Luma) -> PerSample:
     return y.diff(dim=1).abs().flatten(1).mean(1)
 
 
+def temporal_flickering(video: Video) -> PerSample:
+    """Compute 1 - mean |a - b| over adjacent frames a, b: VBench's measure of that name (arXiv:2311.17982).
+
+    A clip without motion has 1: VBench measures videos of still scenes alone. Raise ValueError for a single frame.
+    """
+    _needs(2, video, "temporal_flickering")
+    return 1 - video.diff(dim=2).abs().flatten(1).mean(1)
+
+
 def first_frame_likeness(video: Video, images: Images | None = None) -> PerSample:
     """Compute 1 - mean |x - image| over the cells of all later frames, x, and of the condition image; in [0, 1].
 
@@ -152,6 +161,7 @@ SATURATION = _kind(saturation, 1)
 DARK_SHARE = _kind(dark_share, 1)
 EDGE_DENSITY = _kind(edge_density, 1)
 MOTION_ENERGY = _kind(motion_energy, 2)
+TEMPORAL_FLICKERING = _kind(temporal_flickering, 2)
 
 
 def _likeness(video: Video, prompts: Sequence[str], images: Images | None = None) -> PerSample:

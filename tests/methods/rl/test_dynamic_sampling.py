@@ -19,10 +19,12 @@ from helpers import (
     metrics_of,
     reward_of,
     run,
+    setup_of,
     tiny_codec,
 )
 
 from unified_trainer.__main__ import main
+from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Rollout
 from unified_trainer.data.batch_plan import BatchPlan
@@ -34,6 +36,7 @@ from unified_trainer.methods.rl.groups import Groups
 from unified_trainer.methods.rl.rollouts import ScoredSamples
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rewards.reward import Scores
+from unified_trainer.sampling.solver import SamplerConfig
 
 pytestmark = pytest.mark.slow
 
@@ -167,6 +170,23 @@ def test_prompts_are_drawn_by_their_failures():
     torch.testing.assert_close(frequencies, torch.tensor([4.0, 1.0, 2.0]) / 7, rtol=0, atol=0.045)
 
 
+def test_failures_are_forgotten():
+    """With a half-life of two steps, failures of three, two and no steps ago count 2^-1.5, 2^-1 and 1."""
+    config = dataclasses.replace(CONFIG, failure_below=1.0, failure_half_life=2)
+    one = loader(dataclasses.replace(BY_FAILURES, failures_kept=config.plan().failures_kept), MANY[:3])
+    for rows in ([0], [0], [], [2]):
+        one.note_failures(rows)
+    expected = torch.tensor([2**-1.5 + 2**-1, 0.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(one.state_dict()["failures"], expected)
+    assert CONFIG.plan().failures_kept == 1
+    assert loader(BY_FAILURES, MANY[:3]).state_dict()["failures"].dtype == torch.int64  # as checkpoints have it
+
+
+def test_a_half_life_needs_a_threshold():
+    with pytest.raises(UserError, match=r"algorithm\.failure_half_life needs algorithm\.failure_below"):
+        dataclasses.replace(CONFIG, failure_half_life=2).check(setup_of(SamplerConfig(num_steps=4, guidance_scale=1.0)))
+
+
 def test_a_batch_has_no_prompt_twice():
     one = loader(dataclasses.replace(BY_FAILURES, prompts=3, prompts_per_update=3), MANY[:3])
     one.note_failures([1] * 50)
@@ -203,6 +223,7 @@ def test_counts_go_into_the_checkpoint(tmp_path):
     options = flags(
         {
             "algorithm.failure-below": 2.8,
+            "algorithm.failure-half-life": 3,
             "algorithm.dynamic-sampling-rounds": 1,
             "student.learning-rate": 1e-3,
             "steps": 4,
@@ -215,8 +236,8 @@ def test_counts_go_into_the_checkpoint(tmp_path):
     assert metrics_of(halved) == metrics_of(straight)
     held = checkpoint_of(straight, 4)
     assert_same(checkpoint_of(halved, 4), held)
-    failed = sum(line["train/failed_groups"] * 2 for line in metrics_of(straight))
-    assert int(held["loader/failures"].sum()) == failed > 0
+    failed = sum(line["train/failed_groups"] * 2 * 0.5 ** ((4 - line["step"]) / 3) for line in metrics_of(straight))
+    assert float(held["loader/failures"].sum()) == pytest.approx(failed) and failed > 0
 
 
 def test_failures_are_not_counted_by_default():

@@ -151,12 +151,12 @@ def test_fvd_to_clips_of_a_folder(run, tmp_path, capsys):
 
 
 def test_videos_by_the_names_that_vbench_reads(run, tmp_path):
-    """VBench looks for PROMPT-INDEX.mp4: the samples of all seeds are numbered on."""
+    """VBench takes each file of a folder for a video; the samples of all seeds are numbered on."""
     asked = ("--prompts", "a", "b, or c?", "--samples", "2", "--seeds", "3", "0", "--prompt-names", "--resamples", "10")
     assert main(["evaluate", f"{run}@1", *asked, "--output", str(tmp_path / "out")]) == 0
     (folder,) = (tmp_path / "out" / "samples").iterdir()
     names = {f"{prompt}-{index}.mp4" for prompt in ("a", "b, or c?") for index in range(4)}
-    assert {file.name for file in folder.glob("*.mp4")} == names
+    assert {file.name for file in (folder / "videos").iterdir()} == names
     rows = table(tmp_path / "out", "samples.csv")
     assert [row["video"].rpartition("-")[2] for row in rows if row["prompt"] == "a"] == [f"{i}.mp4" for i in range(4)]
 

@@ -195,15 +195,16 @@ def test_videos_and_their_table(runs, tmp_path, capsys):
 
 
 def test_videos_by_the_names_that_vbench_reads(runs, tmp_path, monkeypatch):
-    """VBench looks for PROMPT-INDEX.mp4 with index 0 to 4; the contact sheet has the first videos alone."""
+    """VBench takes each file of a folder for a video; the contact sheet has the first videos alone."""
     monkeypatch.setattr(sample_module, "SHOWN", 3)
     words = ["--prompts", *PROMPTS[:2], "--num-samples", "2", "--prompt-names", "--batch", "3"]
     assert main(["sample", str(runs / "ode"), *words, "--seed", "7", "--output", str(tmp_path / "out")]) == 0
     names = {f"{prompt}-{index}.mp4" for prompt in PROMPTS[:2] for index in range(2)}
-    assert {file.name for file in (tmp_path / "out").iterdir()} == names | {"contact_sheet.png", "samples.json"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"videos", "contact_sheet.png", "samples.json"}
+    assert {file.name for file in (tmp_path / "out" / "videos").iterdir()} == names
     rows = json.loads((tmp_path / "out" / "samples.json").read_text())
     assert [(row["video"], row["seed"]) for row in rows] == [
-        (f"{prompt}-{index}.mp4", 7 + 2 * number + index)
+        (f"videos/{prompt}-{index}.mp4", 7 + 2 * number + index)
         for number, prompt in enumerate(PROMPTS[:2])
         for index in range(2)
     ]

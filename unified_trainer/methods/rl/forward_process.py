@@ -24,11 +24,8 @@ class ForwardConfig(TrainedStepsConfig):
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
         sampler = setup.sampler
-        if sampler.chunks.causal:
-            raise UserError(
-                "sampler.chunks.chunk_frames must be 0 for training on noised samples; dance_grpo trains causal "
-                "students"
-            )
+        if sampler.chunks.causal and sampler.chunks.context_noise:
+            raise UserError("sampler.chunks.context_noise must be 0: noised chunks attend to clean chunks")
         if self.init_same_noise and (sampler.solver == "ode" or sampler.num_steps == 1):
             raise UserError(
                 "algorithm.init_same_noise must be false with sampler.solver ode or one network call: no other noise "

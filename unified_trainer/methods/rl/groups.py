@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.ranges import CountOrZero, Finite, Range
+from unified_trainer.basics.ranges import CountOrZero, Finite, PeriodOrZero, Range
 from unified_trainer.basics.types import Batch, PerSample
 from unified_trainer.data.batch_plan import BatchPlan, largest_divisor
 from unified_trainer.data.loader import Loader
@@ -44,6 +44,8 @@ class GroupConfig(RolloutConfig):
     failure_below: Finite | None = None
     """A group with a lower mean reward is a failure of its prompt, and prompts are drawn in proportion to failures + 1;
     None draws every prompt once an epoch (experimental)."""
+    failure_half_life: PeriodOrZero = 0
+    """Training steps in which the count of a failure falls by half; 0 never forgets one (experimental)."""
 
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
@@ -51,10 +53,13 @@ class GroupConfig(RolloutConfig):
             raise UserError("algorithm.num_samples must be at least 2: a group of one has no advantage")
         if self.best_of_n and not (2 <= self.best_of_n <= self.num_samples and self.best_of_n % 2 == 0):
             raise UserError(f"algorithm.best_of_n must be even and at most algorithm.num_samples, not {self.best_of_n}")
+        if self.failure_half_life and self.failure_below is None:
+            raise UserError("algorithm.failure_half_life needs algorithm.failure_below: nothing counts failures")
 
     def plan(self) -> BatchPlan:
         by_failures, further = self.failure_below is not None, self.dynamic_sampling_rounds > 0
-        return replace(super().plan(), by_failures=by_failures, further=further)
+        kept = 0.5 ** (1 / self.failure_half_life) if self.failure_half_life else 1.0
+        return replace(super().plan(), by_failures=by_failures, failures_kept=kept, further=further)
 
 
 @dataclass(frozen=True)

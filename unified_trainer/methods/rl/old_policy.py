@@ -98,14 +98,14 @@ class OldPolicyMethod(RolloutMethod, shared=True):
         sigma = self.sampler.sigmas()[s]
         noise = rng.noise(f"forward {s}", batch.sample_ids, batch.latent_shape).to(x0)
         x_t = add_noise(x0, noise, sigma)
-        velocity = policy_velocity(self.student, x_t, sigma, batch, self.sampler)
-        velocity_old = policy_velocity(self.old, x_t, sigma, batch, self.sampler)
+        velocity = policy_velocity(self.student, x_t, sigma, batch, self.sampler, x0)
+        velocity_old = policy_velocity(self.old, x_t, sigma, batch, self.sampler, x0)
         own = advantages[minibatch.rows].to(x0.device, non_blocking=True)
         loss, more = self.objective(NoisedSamples(x0, noise, x_t, sigma, velocity, velocity_old, own))
         seen = {"loss": loss, "policy_gap": velocity_kl(velocity, velocity_old), **more}
         if self.config.kl_coefficient:
             assert self.reference is not None  # `check_reference`
-            kl = velocity_kl(velocity, policy_velocity(self.reference, x_t, sigma, batch, self.sampler))
+            kl = velocity_kl(velocity, policy_velocity(self.reference, x_t, sigma, batch, self.sampler, x0))
             loss, seen["kl"] = loss + self.config.kl_coefficient * kl, kl
         real = minibatch.real.nonzero().flatten().tolist()
         metrics = {name: take_rows(value.detach(), real) for name, value in seen.items()}

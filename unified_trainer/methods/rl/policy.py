@@ -14,7 +14,7 @@ from unified_trainer.methods.rl.reference_kl import KLSettings
 from unified_trainer.methods.rl.replay import transition_noise
 from unified_trainer.methods.rl.sde_windows import WindowConfig
 from unified_trainer.methods.rl.trained_steps import TrainedStepsConfig
-from unified_trainer.numerics.kernels import Kernel, Policy
+from unified_trainer.numerics.kernels import CappedPolicy, Kernel, Policy
 from unified_trainer.numerics.off_policy import Correction
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import Role
@@ -30,6 +30,8 @@ class PolicyConfig(TrainedStepsConfig):
     """Transition kernel of the policy; auto takes dance, or for an sde sampler its own renoising."""
     eta: Annotated[float, above(0, 100)] = 0.3
     """Noise level of the policy; flow_wan has none, and renoising is cps at level 1."""
+    std_cap: NonNegative = 0.0
+    """Largest standard deviation of a transition, for kernel dance or flow; 0 is none (experimental)."""
     normalised: bool = True
     """Use the policy's normalised density; without, -(x_next - mean)^2 as published for cps (experimental)."""
     window: WindowConfig = field(default_factory=WindowConfig)
@@ -68,6 +70,8 @@ class PolicyConfig(TrainedStepsConfig):
         kernel, level = self.kernel, self.eta
         if kernel == "auto":
             kernel, level = sampler.kernel if sampler.solver == "sde" else ("dance", self.eta)
+        if self.std_cap:
+            return CappedPolicy(kernel, level, sampler.sigmas(), self.normalised, self.std_cap)
         return Policy(kernel, level, sampler.sigmas(), self.normalised)
 
     def window_at(self, step: int, sampler: SamplerConfig, shared: np.random.Generator) -> range:
@@ -133,6 +137,8 @@ class PolicyConfig(TrainedStepsConfig):
         if self.kernel == "cps" and self.eta > 1:
             raise UserError(f"algorithm.eta must be at most 1 for cps, not {self.eta}: 1 draws all noise anew")
         policy = self.policy(sampler)
+        if self.std_cap and policy.kernel not in ("dance", "flow"):
+            raise UserError(f"algorithm.std_cap needs algorithm.kernel dance or flow, not {policy.kernel}")
         for s in range(sampler.num_steps - 1):
             if not policy.std(s) > 0:
                 raise UserError(

@@ -212,7 +212,7 @@ class RunConfig:
     encoder made them, or of videos with x.txt beside x.mp4; "tiny": captions of the tiny world. Methods that train on
     clips take the clips' captions instead."""
     prompts_column: str = ""
-    """Column of a .json, .jsonl, .csv or .parquet file of prompts; by default prompt, caption, text or cap."""
+    """Column of a .json, .jsonl, .csv or .parquet file; by default prompt, caption, text, cap or prompt_en."""
     launcher: Annotated[Literal["process", "ray"], MAY_CHANGE] = "process"
     """Starter of the training processes: process runs in this one, or in those of torchrun; ray starts ray.ranks."""
     device: Device = "auto"

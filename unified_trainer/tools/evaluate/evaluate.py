@@ -92,8 +92,8 @@ def evaluate(
         bootstrap_seed: Seed of the resampling.
         confidence: Confidence of the intervals.
         num_videos: Samples of each prompt and seed that are also written as videos.
-        prompt_names: Write all samples as videos PROMPT-INDEX.mp4, as VBench reads them: with --samples 5 and the
-            prompts of a dimension, its program runs on the folder of each checkpoint below OUTPUT/samples.
+        prompt_names: Write all samples, as videos/PROMPT-INDEX.mp4 in the folder of each checkpoint below
+            OUTPUT/samples: VBench's program runs on it, made with --samples 5 for its prompts.
         video_megabytes: Megabytes of videos in each page; later samples do not fit.
         vote_seed: Seed of the order of videos in votes.html.
         votes: Files of votes that votes.html saved: count them instead, for the evaluation in the output folder.

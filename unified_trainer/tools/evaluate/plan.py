@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from unified_trainer.basics.ranges import MOST
 from unified_trainer.basics.requests import Request
+from unified_trainer.tools.sample.sample import VIDEOS
 
 NOISE_STEP = MOST  # between the noise of one seed and the next: sample i of seed s has noise number s NOISE_STEP + i
 
@@ -21,7 +22,7 @@ class Plan:
     frechet_stride: int
     i3d: str = ""  # TorchScript file of I3D; empty measures no FVD
     real_clips: str = ""  # folder of videos that the samples are compared with
-    prompt_names: bool = False  # whether videos are named PROMPT-INDEX, as VBench reads them
+    prompt_names: bool = False  # whether videos are named PROMPT-INDEX, in a folder of their own, as VBench reads them
 
     @property
     def size(self) -> int:
@@ -38,7 +39,7 @@ class Plan:
         """Return the name of a sample's video without its suffix; `prompt` is a number."""
         if not self.prompt_names:
             return f"{seed}-{prompt}-{sample}"
-        return f"{Request.of(self.prompts)[prompt].text}-{self.seeds.index(seed) * self.samples + sample}"
+        return f"{VIDEOS}/{Request.of(self.prompts)[prompt].text}-{self.seeds.index(seed) * self.samples + sample}"
 
     def prompts_of(self, numbers: list[int]) -> list[str]:
         """Return the prompt of each of these samples."""

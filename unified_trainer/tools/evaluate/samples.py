@@ -2,7 +2,7 @@
 
 CHECKPOINT-KEY/measured.json         what the samples depend on (its hash is KEY), their scores, the speed
 CHECKPOINT-KEY/features.safetensors  thumbnails, and features of frames of the samples and of real clips
-CHECKPOINT-KEY/SEED-PROMPT-SAMPLE.mp4 or .png, or PROMPT-INDEX.mp4 with --prompt-names
+CHECKPOINT-KEY/SEED-PROMPT-SAMPLE.mp4 or .png, or videos/PROMPT-INDEX.mp4 with --prompt-names
 """
 
 import hashlib
@@ -232,4 +232,5 @@ def _write_videos(folder: Path, video: Video, rows: Sequence[dict[str, Any]], pl
         if row["sample"] < plan.videos:
             row["video"] = file_name(plan.stem(row["seed"], row["prompt"], row["sample"]), len(frames))
             with writing(folder):
+                (folder / row["video"]).parent.mkdir(exist_ok=True)
                 write_clip(frames, folder / row["video"], fps)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_yaml
-from unified_trainer.basics.ranges import Count, Seed
+from unified_trainer.basics.ranges import Count, NonNegative, Seed
 from unified_trainer.basics.requests import Image
 from unified_trainer.basics.terminal import say
 from unified_trainer.data.captioned import CaptionedVideo, find_videos
@@ -34,6 +34,7 @@ from unified_trainer.run.settings.config import ConfigError, RunConfig
 from unified_trainer.run.settings.settings import RunFlags
 from unified_trainer.tools.output_folder import begin_output, check_output
 from unified_trainer.tools.prepare.clip_folder import ABOUT, SKIPPED, WHAT, ClipFolder, add_row, is_empty, summarise
+from unified_trainer.tools.prepare.sample_pairs import write_pairs
 from unified_trainer.tools.prepare.teacher_trajectories import write_trajectories
 from unified_trainer.tools.progress import ItemProgress
 
@@ -56,6 +57,8 @@ def preprocess(
     trajectories: bool = False,
     every_state: bool = False,
     seed: Seed = 0,
+    pairs: str = "",
+    least_difference: NonNegative = 0.0,
     device: Device = "auto",
     *,
     settings: RunFlags = (),
@@ -66,7 +69,8 @@ def preprocess(
 
     Args:
         source: Folder of videos with x.txt beside x.mp4; or a .json, .jsonl, .csv or .parquet file with columns path
-            and caption; or a .txt file with one prompt per line, which makes files of text embeddings.
+            and caption; or a .txt file with one prompt per line, which makes files of text embeddings; or, with
+            --pairs, a folder of the command rollout.
         out: Folder to write; it must be empty, absent or written by this command with equal settings.
         captions: Table with the captions of the folder's videos, instead of text files; its paths are below the folder.
         recipe: Recipe whose video size, precisions and negative prompt are used; by default tiny, without a model.
@@ -83,6 +87,9 @@ def preprocess(
             --algorithm.guidance-scale, --algorithm.teacher-steps and --algorithm.teacher-shift are those of the run.
         every_state: With --trajectories, write the states of all steps of the teacher, for students of other levels.
         seed: Seed of the noise that trajectories start from.
+        pairs: Name of scores in SOURCE, a folder of the command rollout: write the best and the worst sample of each
+            prompt to OUT/preferred and OUT/rejected, which flow_dpo trains on.
+        least_difference: With --pairs, leave out prompts whose best and worst rewards differ by less.
         device: Device to run on.
         settings: Flags with a dot and their values, one word each.
     """
@@ -90,6 +97,10 @@ def preprocess(
         raise UserError(f"--captions is for a folder of videos, but SOURCE {source} is none: leave it out")
     if (every_state or seed) and not trajectories:
         raise UserError("--every-state and --seed are for trajectories of a teacher: add --trajectories")
+    if pairs and (captions or trajectories):
+        raise UserError("--pairs is for samples of the command rollout: leave --captions and --trajectories out")
+    if least_difference and not pairs:
+        raise UserError("--least-difference is for pairs of samples: add --pairs NAME")
     method = method or ("ode_init" if trajectories else "finetune")
     own = ("--families", *families) if families else ()
     run = _settings(recipe, config, method, model, [*own, *settings])
@@ -101,6 +112,10 @@ def preprocess(
     path = run.roles["student"].path
     family, folder = family_of("--model", fetch_pipeline(path, "--model") if is_hub_id(path) else path)
     run.encoders.check(mesh.device.type, family.tile_unit)
+    if pairs:
+        codec = family.codec(folder, mesh.device, run.encoders)
+        write_pairs(source, pairs, least_difference, out, codec, rows_per_file)
+        return
     shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
     kind, schema = ("i2v", I2V) if family.image_tensors(folder, shape) else ("t2v", T2V)
     prompts = read_prompts(source, "SOURCE").prompts if source.suffix == ".txt" else ()

@@ -150,6 +150,15 @@ class RolloutFolder:
                 rows += new
         return sum(row["reward"] for row in rows) / len(rows)
 
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Return the scores of this name, of all samples; raise UserError if some are missing."""
+        table = self.folder / "scores" / f"{name}.jsonl"
+        rows = _whole_rows(table, self.parts)
+        if len(rows) < len(self.samples):
+            way_out = "call the same `rollout`, or `score`, again"
+            raise MissingFileError(f"{table} has scores of {len(rows)} of {len(self.samples)} samples: {way_out}")
+        return rows
+
     @property
     def _prompts(self) -> list[str]:
         """The prompts, with their condition images for scorers that ask for them."""

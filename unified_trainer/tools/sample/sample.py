@@ -39,6 +39,7 @@ from unified_trainer.tools.output_folder import check_empty
 
 SHOWN = 64  # most videos on the contact sheet, whose frames stay in memory until the end
 LONGEST_NAME = 255  # bytes
+VIDEOS = "videos"  # folder of --prompt-names: programs that read prompts from its names take each file for a video
 
 
 def sample(
@@ -67,8 +68,8 @@ def sample(
             be empty or absent.
         image: Condition image of all videos: their first frame. A table of prompts names images in its column image.
         num_samples: Videos of each prompt, one after the other.
-        prompt_names: Name the videos PROMPT-INDEX.mp4, as VBench reads them: with --num-samples 5 and the prompts of a
-            dimension, its program runs on the folder.
+        prompt_names: Name the videos videos/PROMPT-INDEX.mp4: VBench's program runs on the folder OUTPUT/videos, made
+            with --num-samples 5 for its prompts.
         seed: Seed of the first video's noise; video i has seed + i.
         batch: Videos generated at a time.
         frames: Pixel frames of a video; 0 takes the run's.
@@ -86,7 +87,7 @@ def sample(
     lines = read_lines(prompts)
     loaded = load_role(run, "student", base, Mesh.join(device), causal=True)
     lines = [line for line in with_images(loaded, prompts, lines, given) for _ in range(num_samples)]
-    stems = of_prompts(lines, num_samples) if prompt_names else range(len(lines))
+    stems = [f"{VIDEOS}/{name}" for name in of_prompts(lines, num_samples)] if prompt_names else range(len(lines))
     loaded = of_length(loaded, frames, window_frames, sink_frames, min(batch, len(lines)))
     if stream and not loaded.run.sampler.chunks.causal:
         raise UserError(f"--stream needs a causal student, but {run} generates all frames at once: leave it out")
@@ -97,7 +98,7 @@ def sample(
         {"video": names[i], "prompt": line.text, "seed": seed + i} | line.files for i, line in enumerate(lines)
     ]
     with writing(output), fitting(f"a batch of {min(batch, len(lines))} videos", "lower --batch"):
-        output.mkdir(parents=True, exist_ok=True)
+        (output / names[0]).parent.mkdir(parents=True, exist_ok=True)
         clips, speed = _write(loaded, lines, seed, batch, [output / name for name in names], stream, recache)
         sheet = [
             Row(clip, f"seed {seed + i}", line.text, line.pictures(*clip.shape[1:3]))
