@@ -146,6 +146,46 @@ def test_the_connectors_are_part_of_the_text_encoder(folder, tmp_path):
     assert codec.encode_text(PROMPTS)["sound_text"].shape == (2, LENGTH, 24)
 
 
+def changed(folder: Path, place: Path, file: str, change: dict[str, object]) -> Path:
+    """Return a copy of the folder with other values in a component's config."""
+    shutil.copytree(folder, place)
+    config = place / file / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    return place
+
+
+def test_a_side_that_the_decoder_cannot_pad_is_refused(folder, tmp_path, capsys):
+    """Published decoders pad by reflection, so that a frame and the last of its tiles have two latents a side."""
+    odd = changed(folder, tmp_path / "odd", "vae", {"decoder_spatial_padding_mode": "reflect"})
+    with pytest.raises(UserError, match=r"video\.width must be at least 64, not 32"):
+        LTX2.latent_shape(odd, 9, 64, 32)
+    tiled = LTX2.codec(odd, CPU, EncoderConfig(vae_tile=128))
+    for width, fits in ((192, True), (224, False)):
+        latents = torch.zeros(1, *tiled.latent_shape(9, 64, width))
+        if fits:
+            assert tiled.decode(latents).shape == (1, 3, 9, 64, width)
+            continue
+        assert codec_of(odd).decode(latents).shape == (1, 3, 9, 64, width)
+        with pytest.raises(UserError, match=r"the last of 224: set another encoders\.vae_tile than 128, or 0"):
+            tiled.decode(latents)
+    given = ["plan", "--recipe", "ltx-2", "--method", "dance_grpo", "--hardware", "8xH200"]
+    for word, value, said in (
+        ("--video.width", "32", "the last of 32: a side has 64 or more"),
+        ("--encoders.vae-tile", "256", "the last of 416: set another encoders.vae_tile than 256, or 0"),
+    ):
+        assert main([*given, word, value]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["audio_vae", "vocoder", "connectors"])
+def test_a_folder_without_weights_of_the_sound_is_refused(folder, tmp_path, part):
+    """At the start of a run, which reads them when it first decodes a sound."""
+    shutil.copytree(folder, tmp_path / "half")
+    (tmp_path / "half" / part / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(UserError, match=f"{part} holds no diffusion_pytorch_model"):
+        codec_of(tmp_path / "half")
+
+
 @pytest.fixture
 def words(folder, tmp_path) -> list[str]:
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
@@ -185,6 +225,15 @@ def test_clips_are_refused_because_their_sound_is_not_read(words, tmp_path, caps
     assert "sound" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("key", "ranks"), [("parallel.sequence", 2), ("rollouts.ranks", 4)])
+def test_ranks_that_would_share_tokens_are_refused(capsys, key, ranks):
+    """Two ranks of a worker share no tokens: each has a branch of guidance."""
+    workers = flags({"rollouts.workers": 2, "rollouts.reward-workers": 1, key: ranks})
+    given = ["plan", "--recipe", "ltx-2", "--method", "dance_grpo", "--hardware", "8xH200"]
+    assert main([*given, *workers]) == 2
+    assert f"{key}: student.path is of a family whose tokens 2 ranks cannot share" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("file", "change", "said"),
     [
@@ -207,9 +256,7 @@ def test_clips_are_refused_because_their_sound_is_not_read(words, tmp_path, caps
     ],
 )
 def test_folders_of_another_kind_are_refused(folder, tmp_path, file, change, said):
-    shutil.copytree(folder, tmp_path / "odd")
-    config = tmp_path / "odd" / file / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    odd = changed(folder, tmp_path / "odd", file, change)
     with pytest.raises(UserError, match=said):
-        LTX2.latent_shape(tmp_path / "odd", 9, *SIDES)
-        codec_of(tmp_path / "odd")
+        LTX2.latent_shape(odd, 9, *SIDES)
+        codec_of(odd)

@@ -63,7 +63,10 @@ class Ltx2Codec(DiffusersCodec):
         fill(held, folder / "vae", Mesh(torch.device("cpu")))
         mean, std = (statistic.to(device).view_as(self._mean) for statistic in held.values())
         self._mean, self._std = mean, std * self._std
-        self.sample_rate = read_as(VocoderConfig, folder / "vocoder" / "config.json").output_sampling_rate
+        vocoder = read_as(VocoderConfig, folder / "vocoder" / "config.json")
+        self.sample_rate, self._vocoder = vocoder.output_sampling_rate, VOCODERS[vocoder.class_name]
+        check_described(AutoencoderKLLTX2Audio, folder / "audio_vae")
+        check_described(self._vocoder, folder / "vocoder")
         precision = DTYPES[self._text_precision]
 
         def connectors() -> nn.Module:
@@ -89,10 +92,9 @@ class Ltx2Codec(DiffusersCodec):
 
     def _sound_networks(self) -> nn.ModuleList:
         """Read audio VAE and vocoder, which compute in float32."""
-        vocoder = VOCODERS[read_as(VocoderConfig, self.folder / "vocoder" / "config.json").class_name]
         return nn.ModuleList(
             load_strictly(kind, self.folder / name)
-            for kind, name in ((AutoencoderKLLTX2Audio, "audio_vae"), (vocoder, "vocoder"))
+            for kind, name in ((AutoencoderKLLTX2Audio, "audio_vae"), (self._vocoder, "vocoder"))
         )
 
     def joined_width(self, folder: Path) -> int:
@@ -158,6 +160,18 @@ class Ltx2Codec(DiffusersCodec):
     def tile(cls, vae: Any, size: int) -> None:
         stride = size * 3 // 4
         vae.enable_tiling(size, size, tile_sample_stride_height=stride, tile_sample_stride_width=stride)
+
+    @classmethod
+    def decoded(cls, vae: Any, raw: Latents) -> Video:
+        """As for all families; UserError for a side or a last tile of one latent, which no reflection pads."""
+        if vae.config.decoder_spatial_padding_mode == "reflect":
+            sides, tile = [SPACE * latents for latents in raw.shape[3:]], vae.tile_sample_min_height
+            tiled = vae.use_tiling and max(sides) > tile
+            way = f"set another encoders.vae_tile than {tile}, or 0" if tiled else f"a side has {2 * SPACE} or more"
+            for side in sides:
+                if (side % vae.tile_sample_stride_height if tiled else side) == SPACE:
+                    raise UserError(f"the VAE cannot pad {SPACE} pixels by their reflection, the last of {side}: {way}")
+        return super().decoded(vae, raw)
 
     @classmethod
     def joint_shape(cls, video: Shape) -> Shape:

@@ -72,6 +72,7 @@ class Ltx2VAEConfig(Schema):
     scaling_factor: Annotated[float, Field(gt=0, le=1000)] = 1.0
     timestep_conditioning: Literal[False] = False
     decoder_inject_noise: list[Literal[False]] | Literal[False] = False
+    decoder_spatial_padding_mode: Literal["zeros", "reflect", "replicate", "circular"] = "reflect"
 
     @model_validator(mode="after")
     def _latents_are_of_one_size(self) -> Self:
@@ -139,9 +140,16 @@ def transformer_config(folder: Path) -> Ltx2TransformerConfig:
 def latent_shape(folder: Path, frames: int, height: int, width: int) -> Shape:
     """Return the shape of the latents of a video and its sound, from configs.
 
-    UserError, with the nearest good sizes, unless the VAE divides the video.
+    UserError, with the nearest good sizes, unless the VAE divides the video and can pad it.
     """
     file, channels = folder / "vae" / "config.json", transformer_config(folder).in_channels
-    if (held := read_as(Ltx2VAEConfig, file).latent_channels) != channels:
+    vae = read_as(Ltx2VAEConfig, file)
+    if (held := vae.latent_channels) != channels:
         raise UserError(f"{file}: latent_channels is {held}, but the transformer takes {channels}")
-    return with_sound(video_latent_shape(channels, TIME, SPACE, 1, frames, height, width))
+    shape = video_latent_shape(channels, TIME, SPACE, 1, frames, height, width)
+    for name, size in (("height", height), ("width", width)):
+        if size == SPACE and vae.decoder_spatial_padding_mode == "reflect":
+            raise UserError(
+                f"video.{name} must be at least {2 * SPACE}, not {size}: this VAE pads a side by its reflection"
+            )
+    return with_sound(shape)
