@@ -70,10 +70,9 @@ class MatchingConfig(ScoreConfig, SingleUpdateConfig):
     """Weight of the discriminator in the student's loss, 3e-3 in DMD2; needs clips (experimental)."""
     gan_critic_weight: NonNegative = 1e-2
     """Weight of the discriminator's own loss in the critic's (experimental)."""
-    direction: Literal["dmd", "js", "sid", "decoupled"] = "dmd"
-    """Where samples move: along fake - real (dmd), along it with weights of the discriminator (js), down the score
-    identity loss through teacher and critic (sid), or along guidance and fake - real at noise levels apart (decoupled).
-    All but dmd are experimental."""
+    direction: Literal["dmd", "sid", "decoupled"] = "dmd"
+    """Where samples move: along fake - real (dmd), down the score identity loss through teacher and critic (sid), or
+    along guidance and fake - real at noise levels apart (decoupled). sid and decoupled are experimental."""
     sid_alpha: NonNegative = 1.0
     """For sid: weight alpha of the squared difference of teacher and critic."""
     regulariser_weight: NonNegative = 1.0
@@ -84,10 +83,8 @@ class MatchingConfig(ScoreConfig, SingleUpdateConfig):
     """For decoupled: range to which they are clipped."""
 
     def check(self, setup: MethodSetup) -> None:
-        if self.direction in ("sid", "decoupled") and self.gan_weight:
+        if self.direction != "dmd" and self.gan_weight:
             raise UserError(f"algorithm.gan_weight must be 0 with algorithm.direction {self.direction}")
-        if self.direction == "js" and not self.gan_weight:
-            raise UserError("algorithm.direction js needs a discriminator: set algorithm.gan_weight above 0")
         if self.direction == "decoupled" and self.guidance_scale in (1, (1, 1)):
             raise UserError(
                 "algorithm.guidance_scale must not be 1 with algorithm.direction decoupled: there is no guidance to "

@@ -1,9 +1,7 @@
-"""Other directions of distribution matching: weights of f-distill, score identity, and DMD in two parts.
+"""Other directions of distribution matching: score identity distillation, and DMD in two parts with laws of their own.
 
-f-distill, arXiv:2502.15681; SiD, arXiv:2404.04057; Decoupled DMD, arXiv:2511.22677; named by `algorithm.direction`.
+SiD, arXiv:2404.04057; Decoupled DMD, arXiv:2511.22677. `algorithm.direction` names the one of a run.
 """
-
-from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -28,9 +26,7 @@ def matching_of(config: MatchingConfig, teacher: Frozen, critic: Critic) -> Dist
     matching = DistributionMatching(
         config, teacher, critic, gan_weight=config.gan_weight, gan_critic_weight=config.gan_critic_weight
     )
-    if config.direction == "js":
-        matching.direction = JensenShannon(matching)
-    elif config.direction == "sid":
+    if config.direction == "sid":
         matching.direction = ScoreIdentity(config, teacher, critic)
     elif config.direction == "decoupled":
         matching.direction = Decoupled(config, teacher, critic)
@@ -61,24 +57,6 @@ class ScoreIdentity:
         elements = x[0].numel()  # `distribution_matching_loss` divides by it again
         metrics = score_metrics(velocity.detach(), guided.detach(), noise - x0.detach(), (fake - real).detach(), sigma)
         return Direction(elements * slope, weight, {"sid_loss": loss.detach(), **metrics})
-
-
-class JensenShannon:
-    """The score difference of each sample times h(r) / h(1), h(r) = r / (r + 1) (f-distill, arXiv:2502.15681).
-
-    r is the density of clips over that of samples at the noised sample; the discriminator's logit estimates log r. A
-    divergence f has h = r^2 f''; that of plain matching, the reverse KL, has h = 1.
-    """
-
-    def __init__(self, matching: DistributionMatching) -> None:
-        self._difference = matching.score_difference
-
-    def __call__(self, x0: Latents, batch: Batch, rng: Streams) -> Direction:
-        direction = self._difference(x0, batch, rng)
-        assert direction.gan_loss is not None  # the settings need a discriminator
-        weight = 2 * (-direction.gan_loss).exp()  # the loss is softplus(-log r) = -log(r / (r + 1))
-        gradient = per_sample(weight, direction.gradient) * direction.gradient
-        return replace(direction, gradient=gradient, metrics=direction.metrics | {"js_weight": weight})
 
 
 class Decoupled:

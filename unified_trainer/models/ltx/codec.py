@@ -1,6 +1,6 @@
 """The text encoder (T5) and the VAE of LTX-Video as a codec."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,15 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Image
 from unified_trainer.basics.types import Condition, Latents, Video
 from unified_trainer.models.base import Shape
-from unified_trainer.models.diffusers_codec import DiffusersCodec
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.image_tensors import ImageTensors
-from unified_trainer.models.ltx.configs import SPACE, TIME, LtxVAEConfig, latent_shape, transformer_config
+from unified_trainer.models.ltx.configs import SPACE, LtxVAEConfig, latent_shape, transformer_config
+from unified_trainer.models.ltx.vae import LtxVAECodec
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.reading import fill
 
 
-class LtxCodec(DiffusersCodec):
+class LtxCodec(LtxVAECodec):
     """T5, which reads the padding of a prompt too, and AutoencoderKLLTXVideo, whose weights have the statistics."""
 
     name = "ltx"
@@ -65,20 +65,6 @@ class LtxCodec(DiffusersCodec):
         """Encode one image alone, because the rounding of a row can depend on the other rows of a batch."""
         height, width = (SPACE * size for size in latent_shape[2:])
         return {"image": self.encode(image.at(height, width)[None, :, None])[0].cpu()}
-
-    @classmethod
-    def statistics(cls, config: Any) -> tuple[list[float], list[float]]:
-        """Return the part that the config has: a scale for all channels."""
-        return [0.0] * config.latent_channels, [1 / config.scaling_factor] * config.latent_channels
-
-    @classmethod
-    def scales(cls, vae: Mapping[str, Any]) -> tuple[int, int]:
-        return TIME, SPACE
-
-    @classmethod
-    def tile(cls, vae: Any, size: int) -> None:
-        stride = size * 3 // 4
-        vae.enable_tiling(size, size, tile_sample_stride_height=stride, tile_sample_stride_width=stride)
 
     @classmethod
     def decoded(cls, vae: Any, raw: Latents) -> Video:

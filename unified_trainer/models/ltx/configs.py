@@ -40,14 +40,13 @@ class LtxTransformerConfig(Schema):
         return self
 
 
-class LtxVAEConfig(Schema):
-    """The config of an AutoencoderKLLTXVideo."""
+class VAESizes(Schema):
+    """The fields that the configs of the VAEs of LTX-Video and LTX-2 share."""
 
-    class_name: Literal["AutoencoderKLLTXVideo"] = Field(alias="_class_name")
     latent_channels: Size = 128
     patch_size: Size = 4
     patch_size_t: Size = 1
-    spatio_temporal_scaling: Annotated[list[bool], Field(max_length=8)] = [True, True, True, False]  # noqa: RUF012
+    spatio_temporal_scaling: Annotated[list[bool], Field(max_length=8)] = [True, True, True]  # noqa: RUF012
     spatial_compression_ratio: Size | None = None
     temporal_compression_ratio: Size | None = None
     scaling_factor: Annotated[float, Field(gt=0, le=1000)] = 1.0
@@ -63,6 +62,12 @@ class LtxVAEConfig(Schema):
                 f"those of latents of {TIME} frames and {SPACE} pixels"
             )
         return self
+
+
+class LtxVAEConfig(VAESizes):
+    """The config of an AutoencoderKLLTXVideo."""
+
+    class_name: Literal["AutoencoderKLLTXVideo"] = Field(alias="_class_name")
 
 
 def transformer_config(folder: Path) -> LtxTransformerConfig:

@@ -6,9 +6,10 @@ from typing import Any
 
 from unified_trainer.models.base import Family
 from unified_trainer.models.blueprint import Blueprint
+from unified_trainer.models.ltx.configs import SPACE
 from unified_trainer.models.ltx2.codec import Ltx2Codec
 from unified_trainer.models.ltx2.configs import Ltx2TransformerConfig, latent_shape, transformer_config
-from unified_trainer.models.ltx2.layout import FPS, SPACE, of_video
+from unified_trainer.models.ltx2.layout import FPS, of_video
 from unified_trainer.models.ltx2.model import Ltx2Model
 
 
