@@ -165,9 +165,9 @@ def test_each_tile_has_its_own_feature_cache_and_one_tile_is_the_whole_frame():
     assert video.shape == (1, 3, 9, 112, 64)
     torch.testing.assert_close(video[..., :48, :48], alone[..., :48, :48], atol=2e-6, rtol=0)
     with pytest.raises(UserError, match=r"encoders\.vae_tile must be a multiple of 64, or 0, not 80"):
-        EncoderConfig(vae_tile=80).check("cpu", 64)
+        EncoderConfig(vae_tile=80).check_tile(64)
     with pytest.raises(UserError, match=r"encoders\.vae_tile must be a multiple of 128, or 0, not 192"):
-        EncoderConfig(vae_tile=192).check("cpu", 128)  # of a family with 32 pixels a latent
+        EncoderConfig(vae_tile=192).check_tile(128)  # of a family with 32 pixels a latent
 
 
 def test_channels_last_change_values_by_rounding():
@@ -229,9 +229,9 @@ def test_a_codec_reads_what_auto_means_on_its_device():
 
 
 def test_channels_last_are_refused_on_an_npu():
-    EncoderConfig().check("npu", 64)
+    EncoderConfig().check("npu")
     with pytest.raises(UserError, match=r"encoders\.vae_channels_last: npu has no memory layout"):
-        EncoderConfig(vae_channels_last=True).check("npu", 64)
+        EncoderConfig(vae_channels_last=True).check("npu")
 
 
 def fingerprint_of(folder, **settings) -> str:

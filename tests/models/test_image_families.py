@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -519,8 +520,15 @@ def test_folders_of_another_ltx_are_refused(folders, tmp_path, file, change, sai
 
 def test_positions_in_seconds_bind_the_rate_of_frames(folders, prompts, tmp_path, capsys):
     given = words("dmd2", folders["LTXPipeline"], prompts, tmp_path / "run", 9, video__fps=16)
-    assert main(given) == 2
-    assert "video.fps must be 25, not 16: the positions of this model's tokens are seconds" in capsys.readouterr().err
+    encoded = {"recipe": "tiny", "student.path": folders["LTXPipeline"], "video.frames": 9, "video.fps": 16}
+    for command in (
+        given,
+        ["plan", *given, "--hardware", "H100"],
+        ["plan", "--recipe", "ltx-video", "--method", "dmd2", "--hardware", "H100", "--video.fps", "16"],
+        ["preprocess", str(prompts), str(tmp_path / "encoded"), *flags(encoded)],
+    ):
+        assert main(command) == 2
+        assert "video.fps must be 25, not 16: the positions of this model's tokens are" in capsys.readouterr().err
 
 
 def test_statistics_of_latents_are_one_for_each_channel(tmp_path):
@@ -702,7 +710,11 @@ def test_plan_knows_the_sizes_of_a_folder_and_of_the_published_model(case, folde
     latents = case.family.latent_shape(folder, *shape)
     assert found.latent_shape(*shape) == latents
     assert found.pass_size(latents).tokens == case.family.tokens(folder, latents)
-    assert architecture_of("student", case.published, run).size.parameters == case.parameters
+    published = architecture_of("student", case.published, run)
+    assert published.size.parameters == case.parameters
+    for wrong, said in (((case.wrong[0], 512, 512), case.wrong[1]), ((case.frames, 520, 512), "video.height must be")):
+        with pytest.raises(UserError, match=re.escape(said)):
+            published.latent_shape(*wrong)
     assert main(["plan", *given, "--hardware", "2xH100"]) == 0
     assert main(["plan", *given, "--hardware", "H100", "--sampler.chunks.chunk-frames", "1"]) == 2
     assert "has no causal form" in capsys.readouterr().err

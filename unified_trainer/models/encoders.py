@@ -50,16 +50,18 @@ class EncoderConfig:
             vae_channels_last=accelerated and has_channels_last(kind) if layout == "auto" else layout,
         )
 
-    def check(self, kind: str, tile_unit: int) -> None:
+    def check_tile(self, unit: int) -> None:
+        """Raise UserError for a tile that the family's unit, in pixels, does not divide."""
+        if self.vae_tile % unit:
+            raise UserError(f"encoders.vae_tile must be a multiple of {unit}, or 0, not {self.vae_tile}")
+
+    def check(self, kind: str) -> None:
         """Raise UserError for settings that a device of this kind cannot run; create the folder of the cache.
 
-        Raise it also for a tile that the family's `tile_unit` does not divide, and for a folder that cannot be written
-        into.
+        Raise it also for a folder that cannot be written into.
         """
         if self.on(kind).vae_channels_last and not has_channels_last(kind):
             raise UserError(f"encoders.vae_channels_last: {kind} has no memory layout with channels last: leave it out")
-        if self.vae_tile % tile_unit:
-            raise UserError(f"encoders.vae_tile must be a multiple of {tile_unit}, or 0, not {self.vae_tile}")
         if self.cache:
             try:
                 Path(self.cache).mkdir(parents=True, exist_ok=True)

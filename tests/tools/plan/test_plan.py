@@ -178,6 +178,7 @@ REFUSED = {  # flags that a start of dance_grpo refuses, with words of the messa
     "--parallel.sequence 8": "parallel.sequence (8) must divide the 4 attention heads of student.path",
     "--parallel.attention sage": "parallel.attention sage rounds to 8 bits",
     "--algorithm.kernel ode": "algorithm.kernel must be stochastic, not ode",
+    "--video.frames 8": "video.frames must be 4k + 1 for this VAE, not 8: set 5 or 9",
 }
 
 

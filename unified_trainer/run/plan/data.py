@@ -107,6 +107,15 @@ def read_clips(run: RunConfig, family: Family, folder: Path, latent_shape: Shape
     return Clips(stored=read_stored_files(path, _row_kind(run, family, folder, latent_shape)))
 
 
+def check_video(run: RunConfig, family: Family) -> None:
+    """Raise UserError for a rate of frames or a tile of the VAE that the student's family does not have."""
+    if family.fps not in (None, run.video.fps):
+        raise ConfigError(
+            f"video.fps must be {family.fps:g}, not {run.video.fps:g}: the positions of this model's tokens are seconds"
+        )
+    run.encoders.check_tile(family.tile_unit)
+
+
 def check_sound(run: RunConfig, family: Family) -> None:
     """Raise ConfigError for a run on clips whose student makes a sound too: that of a clip is not read."""
     if run.trains_on == "clips" and family.sound:

@@ -27,6 +27,7 @@ from unified_trainer.run.plan.data import (
     Clips,
     PromptFiles,
     check_captions,
+    check_video,
     count_lanes,
     note_files,
     prompt_files,
@@ -144,7 +145,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     sparse_note = check_sparse(run, method, roles, mesh)
     check_flow_maps(run, method, roles)
     check_roles(run, roles, mesh)
-    run.encoders.check(mesh.device.type, family.tile_unit)
+    run.encoders.check(mesh.device.type)
     notes = (
         fitted,
         _misfit(run, method),
@@ -175,10 +176,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
 
 def _latent_shapes(run: RunConfig, family: Family, folder: Path) -> tuple[Shape, Shape]:
     """Return the latent shapes of training and of validations; UserError for videos that the student cannot make."""
-    if family.fps not in (None, run.video.fps):
-        raise ConfigError(
-            f"video.fps must be {family.fps:g}, not {run.video.fps:g}: the positions of this model's tokens are seconds"
-        )
+    check_video(run, family)
     runs = (run, run.validated())
     shapes = [family.latent_shape(folder, own.video.frames, own.video.height, own.video.width) for own in runs]
     for own, shape in zip(runs, shapes, strict=True):

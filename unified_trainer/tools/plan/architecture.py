@@ -18,6 +18,7 @@ from unified_trainer.basics.input_files import read_json
 from unified_trainer.models import hub
 from unified_trainer.models.base import EXPERTS, Family, PassSize, Shape
 from unified_trainer.models.blueprint import Blueprint
+from unified_trainer.models.image_latents import image_latent_shape, video_latent_shape
 from unified_trainer.run.registry import family_named, family_of
 from unified_trainer.run.settings.config import RunConfig, load_recipe
 from unified_trainer.tools.plan.flops import decode_flops, encode_flops
@@ -203,23 +204,19 @@ class Architecture:
         return sum(p.numel() for p in network.parameters())
 
     def latent_shape(self, frames: int, height: int, width: int) -> Shape:
-        """Return channels, latent frames, height and width of a video; UserError for one that patches do not divide."""
-        if self.blueprint.images and frames != 1:
-            raise UserError(f"video.frames must be 1, not {frames}: this model makes images")
-        time, space = self.codec.scales(self.vae)
-        channels, (high, wide) = self._input
-        if height // space % high or width // space % wide:
-            raise UserError(f"video.height and video.width {height} x {width}: patches do not divide them")
-        return self.codec.joint_shape((channels, (frames - 1) // time + 1, height // space, width // space))
+        """Return channels, latent frames, height and width of a video; UserError for one that no latents make."""
+        (time, space), (channels, patch) = self.codec.scales(self.vae), self._input
+        if self.blueprint.images:
+            return self.codec.joint_shape(image_latent_shape(channels, space, patch, frames, height, width))
+        return self.codec.joint_shape(video_latent_shape(channels, time, space, patch, frames, height, width))
 
     @cached_property
-    def _input(self) -> tuple[int, tuple[int, int]]:
-        """The channels of the network's latents, and height and width of its patches."""
+    def _input(self) -> tuple[int, int]:
+        """The channels of the network's latents, and the latents along a side of its patches."""
         model = outline_of(self.kind, self.config)
         x_t, _, _ = model.example()
         patch = cast(Any, model.network).config.patch_size
-        *_, high, wide = patch if isinstance(patch, list | tuple) else (patch, patch)
-        return x_t.shape[1], (high, wide)
+        return x_t.shape[1], max(patch) if isinstance(patch, list | tuple) else patch
 
 
 def architecture_of(role: str, path: str, run: RunConfig) -> Architecture:

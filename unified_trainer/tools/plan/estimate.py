@@ -10,7 +10,7 @@ from unified_trainer.parallel.device import CARD_KIND
 from unified_trainer.parallel.meter import Pass
 from unified_trainer.roles.blocks import may_compile
 from unified_trainer.roles.role import TrainableConfig
-from unified_trainer.run.plan.data import check_sound
+from unified_trainer.run.plan.data import check_sound, check_video
 from unified_trainer.run.plan.plan import check_sampling, check_settings
 from unified_trainer.run.plan.roles import check_heads
 from unified_trainer.run.registry import method_named
@@ -102,6 +102,7 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     run = replace(run, encoders=run.encoders.on(CARD_KIND if run.device == "auto" else run.device))
     models = _models(run, sequence)
     check_sound(run, models["student"].family)
+    check_video(run, models["student"].family)
     frames, shown_frames = (_latent_frames(own, models["student"]) for own in (run, run.validated()))
     table = batch_of(run).table(data_ranks)
     boundaries = {path: models[name].boundary for name, path in paths_of(run).items()}

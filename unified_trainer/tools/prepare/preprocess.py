@@ -26,6 +26,7 @@ from unified_trainer.models.hub import is_hub_id
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.run.checkpoint.run_lock import claimed
+from unified_trainer.run.plan.data import check_video
 from unified_trainer.run.plan.downloads import fetch_pipeline
 from unified_trainer.run.plan.plan import recipe_to_add
 from unified_trainer.run.registry import family_of
@@ -100,7 +101,8 @@ def preprocess(
         return
     path = run.roles["student"].path
     family, folder = family_of("--model", fetch_pipeline(path, "--model") if is_hub_id(path) else path)
-    run.encoders.check(mesh.device.type, family.tile_unit)
+    check_video(run, family)
+    run.encoders.check(mesh.device.type)
     shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
     kind, schema = ("i2v", I2V) if family.image_tensors(folder, shape) else ("t2v", T2V)
     prompts = read_prompts(source, "SOURCE").prompts if source.suffix == ".txt" else ()
