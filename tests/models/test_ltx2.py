@@ -225,6 +225,15 @@ def test_clips_are_refused_because_their_sound_is_not_read(words, tmp_path, caps
     assert "sound" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("key", "ranks"), [("parallel.sequence", 2), ("rollouts.ranks", 4)])
+def test_ranks_that_would_share_tokens_are_refused(capsys, key, ranks):
+    """Two ranks of a worker share no tokens: each has a branch of guidance."""
+    workers = flags({"rollouts.workers": 2, "rollouts.reward-workers": 1, key: ranks})
+    given = ["plan", "--recipe", "ltx-2", "--method", "dance_grpo", "--hardware", "8xH200"]
+    assert main([*given, *workers]) == 2
+    assert f"{key}: student.path is of a family whose tokens 2 ranks cannot share" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("file", "change", "said"),
     [

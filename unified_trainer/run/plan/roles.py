@@ -195,6 +195,8 @@ def _check_adapter(name: str, role: RolePlan, adapter: AdapterConfig) -> None:
 
 def check_heads(name: str, heads: int, sequence: int, key: str = "parallel.sequence") -> None:
     """Raise ConfigError unless the ranks that share the tokens of a sample divide a role's attention heads."""
+    if heads == 1 < sequence:
+        raise ConfigError(f"{key}: {name}.path is of a family whose tokens {sequence} ranks cannot share; leave it out")
     if heads % sequence:
         raise ConfigError(f"{key} ({sequence}) must divide the {heads} attention heads of {name}.path")
 
