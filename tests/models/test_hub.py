@@ -93,6 +93,15 @@ def test_only_the_files_that_a_run_needs_are_downloaded(online, tmp_path):
     assert asked == []
 
 
+def test_a_chat_template_beside_a_tokenizer_is_downloaded(online, tmp_path):
+    """Newer repositories have it in a file of its own, without which a prompt has no turns of a chat."""
+    served, asked = online
+    served[ID] = {COMMIT: repository(tmp_path / "repository")}
+    (tmp_path / "repository" / "tokenizer" / "chat_template.jinja").write_text("{{ messages }}")
+    fetched(settings("--student.path", ID), ALONE)
+    assert {*asked} == NETWORK | REST | {"tokenizer/chat_template.jinja"}
+
+
 def test_nothing_is_downloaded_for_a_run_that_lacks_a_setting(online, tmp_path, capsys, run_folder):
     served, asked = online
     served[ID] = {COMMIT: repository(tmp_path / "repository")}

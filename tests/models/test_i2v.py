@@ -17,6 +17,7 @@ from helpers import ALONE, OF_CLIPS, OF_SAMPLES, assert_one_training, assert_sam
 from i2v_folder import i2v_folder
 from PIL import Image as Picture
 from real_clips import quarters, write_exactly
+from safetensors.torch import save_file
 from ti2v_folder import ti2v_folder
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -31,6 +32,8 @@ from unified_trainer.data.parquet import ParquetFirstFrames
 from unified_trainer.data.parquet_files import read_stored_files
 from unified_trainer.data.row_kinds import ClipRows
 from unified_trainer.data.video_reader import read_clip, to_video
+from unified_trainer.models.adapter_file import open_adapter
+from unified_trainer.models.adapter_location import locate
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.family import WAN
 from unified_trainer.models.wan.lora import published_layer
@@ -233,6 +236,30 @@ def test_published_adapters_name_the_layers_of_clip():
     assert published_layer("condition_embedder.image_embedder.ff.net.2") == "img_emb.proj.3"
 
 
+def test_adapters_by_the_names_of_lightx2v_are_read(folders, tmp_path):
+    """Those of I2V: factors on the layers of CLIP's tokens, and differences of norms and biases."""
+    network, draw = WAN.model(folders["i2v with clip"], "transformer").network, torch.Generator().manual_seed(0)
+    changed = {"blocks.0.attn2.add_k_proj": "blocks.0.cross_attn.k_img"}
+    changed["condition_embedder.image_embedder.ff.net.2"] = "img_emb.proj.3"
+    held, expected = {}, {}
+    for ours, theirs in changed.items():
+        rows, columns = network.get_submodule(ours).weight.shape
+        down, up = torch.randn(3, columns, generator=draw), torch.randn(rows, 3, generator=draw)
+        held |= {f"diffusion_model.{theirs}.lora_down.weight": down, f"diffusion_model.{theirs}.lora_up.weight": up}
+        expected[f"{ours}.weight"] = up @ down
+    for ours, key in (
+        ("blocks.0.attn2.norm_added_k.weight", "blocks.0.cross_attn.norm_k_img.diff"),
+        ("condition_embedder.image_embedder.norm1.bias", "img_emb.proj.0.diff_b"),
+    ):
+        expected[ours] = held[f"diffusion_model.{key}"] = torch.randn(network.get_parameter(ours).shape, generator=draw)
+    save_file(held, tmp_path / "lightx2v.safetensors")
+    place = locate(tmp_path / "lightx2v.safetensors", "student.adapter.path", None, WAN.experts, WAN.adapter_files)
+    found = open_adapter(place, network, WAN.experts, WAN.published_layer)
+    assert found.changed == expected.keys()
+    for name, change in expected.items():
+        torch.testing.assert_close(found.change(name, change.shape, torch.device("cpu")), change)
+
+
 @pytest.mark.ranks
 def test_two_ranks_train_as_one(folders, table, tmp_path):
     more = {"algorithm__micro-batch": 1, "student__adapter.rank": 2, "steps": 1}
@@ -369,6 +396,34 @@ def test_training_on_encoded_clips_of_i2v_is_training_on_the_videos(folders, tab
     assert "without the encoded first frames that the student needs (columns first_frame_latent_bytes)" in (
         capsys.readouterr().err
     )
+
+
+def test_validations_show_the_images_and_sample_takes_one(folders, table, tmp_path, capsys):
+    """`--image` is the image of all prompts, as a column is; a table with images in some rows is refused."""
+    run, shown = tmp_path / "run", {"validate_every": 1, "validation__num-samples": 2, "reward__frames": "all"}
+    assert main(words("dmd2", folders["ti2v"], table, run, steps=1, **shown)) == 0
+    rows = [json.loads(line) for line in (run / "validation" / "step_1" / "samples.jsonl").read_text().splitlines()]
+    assert [row["images"] for row in rows] == [[str(table.parent / f"{i}.png")] for i in range(2)]
+    with Picture.open(run / "validation" / "step_1" / "contact_sheet.png") as opened:
+        sheet = np.array(opened)
+    side = sheet.shape[1] // (1 + FRAMES)  # the image stands before the frames
+    image = picture(table.parent / "0.png").convert("RGB").resize((side, side), Picture.Resampling.NEAREST)
+    top = sheet.shape[0] // 2 - side
+    assert np.array_equal(sheet[top : top + side, :side], np.array(image))
+    both = tmp_path / "both.jsonl"
+    both.write_text("\n".join(json.dumps({"prompt": text, "image": str(table.parent / "0.png")}) for text in PROMPTS))
+    for name, given in (("flag", [*PROMPTS, "--image", str(table.parent / "0.png")]), ("column", [str(both)])):
+        assert main(["sample", str(run), "--output", str(tmp_path / name), "--prompts", *given]) == 0
+    flag, column = ((tmp_path / name / "contact_sheet.png").read_bytes() for name in ("flag", "column"))
+    assert flag == column
+    both.write_text(both.read_text() + '\n{"prompt": "a"}')
+    asked = ["sample", str(run), "--output", str(tmp_path / "mixed"), "--prompts"]
+    for given, said in (
+        ([str(both)], "some samples of a batch have a condition image and others have none"),
+        (["a", "--image", "absent.png"], "--image absent.png: no such file"),
+    ):
+        assert main([*asked, *given]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_evaluate_and_serve_take_images(folders, table, tmp_path, capsys):
