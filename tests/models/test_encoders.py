@@ -229,9 +229,9 @@ def test_a_codec_reads_what_auto_means_on_its_device():
 
 
 def test_channels_last_are_refused_on_an_npu():
-    EncoderConfig().check("npu", 64)
+    EncoderConfig().check("npu")
     with pytest.raises(UserError, match=r"encoders\.vae_channels_last: npu has no memory layout"):
-        EncoderConfig(vae_channels_last=True).check("npu", 64)
+        EncoderConfig(vae_channels_last=True).check("npu")
 
 
 def fingerprint_of(folder, **settings) -> str:

@@ -301,6 +301,8 @@ def test_a_table_that_cannot_be_used_names_its_row(folders, table, tmp_path, cap
         assert said in capsys.readouterr().err
     assert main(words("dance_grpo", folders["i2v"], table, tmp_path / "run", reward__frames="first")) == 2
     assert "scores the first frame alone" in capsys.readouterr().err
+    assert main(words("dmd2", "tiny", table, tmp_path / "run", teacher__path=folders["i2v"])) == 2
+    assert "needs a condition image, and the student's samples have none" in capsys.readouterr().err
 
 
 def test_encoded_clips_of_ti2v_hold_their_first_frame(folders, table, tmp_path, capsys):

@@ -427,6 +427,15 @@ def test_methods_that_make_no_sense_say_why(case, folder, prompts, tmp_path, cap
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [[], ["plan"]])
+def test_roles_of_two_families_are_refused(folders, prompts, tmp_path, capsys, command):
+    """Also where their latents have as many channels: a network cannot read the conditions of another family."""
+    more = {"teacher__path": folders["StableDiffusion3Pipeline"]}
+    given = words("dmd2", folders["QwenImagePipeline"], prompts, tmp_path / "run", **more)
+    assert main([*command, *given]) == 2
+    assert "teacher.path is of the family of StableDiffusion3Pipeline, which cannot read" in capsys.readouterr().err
+
+
 def test_an_image_of_more_tokens_than_positions_is_refused(folders):
     with pytest.raises(UserError, match=r"video.width must be at most 192, the positions of this transformer, not 208"):
         SD3.latent_shape(folders["StableDiffusion3Pipeline"], 1, 192, 208)

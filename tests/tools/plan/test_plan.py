@@ -179,6 +179,7 @@ REFUSED = {  # flags that a start of dance_grpo refuses, with words of the messa
     "--parallel.attention sage": "parallel.attention sage rounds to 8 bits",
     "--algorithm.kernel ode": "algorithm.kernel must be stochastic, not ode",
     "--video.frames 8": "video.frames must be 4k + 1 for this VAE, not 8: set 5 or 9",
+    "--video.height 40": "video.height must be a multiple of 16 for this VAE, not 40: set 32 or 48",
 }
 
 

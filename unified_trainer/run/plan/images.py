@@ -41,13 +41,18 @@ def check_images(
     `scores` says whether the run scores samples, in training or in validations.
     """
     folders = _folders(roles)
+    takes = {name: family.images(folder) for name, (family, folder) in folders.items()}
     if not _has_images(run, *folders["student"], prompts):
+        if needy := [name for name, (fewest, _) in takes.items() if fewest]:
+            raise ConfigError(
+                f"{needy[0]}.path {roles[needy[0]].path} needs a condition image, and the student's samples have none: "
+                "name a model of text"
+            )
         return
     if run.algorithm.needs_pairs:
         raise ConfigError(
             f"--method {run.method} needs a student without condition images: the clips of a pair differ in theirs"
         )
-    takes = {name: family.images(folder) for name, (family, folder) in folders.items()}
     needs_pixels = any(fewest for fewest, _ in takes.values())
     if clips.stored is not None and needs_pixels:
         _check_stored(run, clips.stored.kind, prompts)

@@ -11,7 +11,7 @@ from torch import nn
 from unified_trainer.basics.types import of_kind
 from unified_trainer.methods.base import Method
 from unified_trainer.models.adapter_file import AdapterFile
-from unified_trainer.models.base import VideoModel
+from unified_trainer.models.base import Family, VideoModel
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import adapter_weights
@@ -201,8 +201,20 @@ def check_heads(name: str, heads: int, sequence: int, key: str = "parallel.seque
         raise ConfigError(f"{key} ({sequence}) must divide the {heads} attention heads of {name}.path")
 
 
+def check_families(families: Mapping[str, Family]) -> None:
+    """Raise ConfigError unless all roles, of which the first is the student, read the conditions of one codec."""
+    (student, own), *others = families.items()
+    for name, family in others:
+        if family.codec != own.codec:
+            raise ConfigError(
+                f"{name}.path is of the family of {family.pipelines[0]}, which cannot read the conditions of "
+                f"{student}.path, of that of {own.pipelines[0]}: set {name}.path"
+            )
+
+
 def _check_networks(run: RunConfig, roles: Mapping[str, RolePlan], mesh: Mesh) -> None:
-    """Latent channels must agree between roles, and sequence ranks must divide attention heads."""
+    """Families and latent channels must agree between roles, and sequence ranks must divide attention heads."""
+    check_families({name: family_of(name, role.path)[0] for name, role in roles.items()})
     channels = {}
     for name, role in roles.items():
         family, folder = family_of(name, role.path)

@@ -136,6 +136,7 @@ class Architecture:
     vae: Mapping[str, Any]  # config
     text_encoders: tuple[Mapping[str, Any], ...]  # configs
     longest: tuple[int, ...]  # tokens of a prompt that each text encoder reads at most
+    folder: Path | None = None  # of its configs; None for a published model, whose sizes are known here
     gates: int = 0  # layers of a block that the role's sparse attention adds
     flow_map: bool = False  # whether the role is a flow map
 
@@ -205,6 +206,8 @@ class Architecture:
 
     def latent_shape(self, frames: int, height: int, width: int) -> Shape:
         """Return channels, latent frames, height and width of a video; UserError for one that no latents make."""
+        if self.folder is not None:
+            return self.family.latent_shape(self.folder, frames, height, width)
         (time, space), (channels, patch) = self.codec.scales(self.vae), self._input
         if self.blueprint.images:
             return self.codec.joint_shape(image_latent_shape(channels, space, patch, frames, height, width))
@@ -259,7 +262,7 @@ def _of_folder(role: str, family: Family, folder: Path) -> Architecture:
     most = codec.longest_text
     longest = [most if tokens is None else int(min(most, tokens - codec.template_tokens)) for tokens in given]
     network, vae = (read_json(folder / part / "config.json") for part in (components[0], "vae"))
-    return Architecture(f"configs in {folder}", family, network, boundary, vae, encoders, tuple(longest))
+    return Architecture(f"configs in {folder}", family, network, boundary, vae, encoders, tuple(longest), folder)
 
 
 def _published(name: str, source: str) -> Architecture:

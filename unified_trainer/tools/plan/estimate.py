@@ -12,7 +12,7 @@ from unified_trainer.roles.blocks import may_compile
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.run.plan.data import check_sound, check_video
 from unified_trainer.run.plan.plan import check_sampling, check_settings
-from unified_trainer.run.plan.roles import check_heads
+from unified_trainer.run.plan.roles import check_families, check_heads
 from unified_trainer.run.registry import method_named
 from unified_trainer.run.settings.batch import batch_of, with_fitting_batch
 from unified_trainer.run.settings.config import RunConfig
@@ -153,6 +153,7 @@ def _models(run: RunConfig, sequence: int) -> dict[str, Architecture]:
         model = architecture_of(name, path, run)
         config = run.roles[method.roles[name].copy_of or name]
         models[name] = replace(model, gates=int(config.sparse.share > 0), flow_map=config.is_flow_map)
+    check_families({name: model.family for name, model in models.items()})
     for name, model in models.items():
         check_heads(name, model.heads, sequence)
         if name == method.sampled_by:
