@@ -22,7 +22,7 @@ class Ltx2TransformerConfig(Schema):
     out_channels: Size | None = 128
     patch_size: Literal[1] = 1
     patch_size_t: Literal[1] = 1
-    vae_scale_factors: Annotated[Sequence[int], Field(max_length=3)] = (TIME, SPACE, SPACE)
+    vae_scale_factors: Annotated[Sequence[Size], Field(max_length=3)] = (TIME, SPACE, SPACE)
     cross_attention_dim: Size = 4096
     audio_in_channels: Size = 128
     audio_out_channels: Size | None = 128
