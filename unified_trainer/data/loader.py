@@ -97,8 +97,8 @@ class Loader:
                 f"{plan.prompts}"
             )
         # Counts of failures: the present ones, and those of 1, 2, ... `ahead` steps ago.
-        whole = torch.int64 if plan.failures_kept == 1 else torch.float64
-        counts = torch.zeros(ahead + 1, len(source), dtype=whole)
+        dtype = torch.int64 if plan.failures_kept == 1 else torch.float64
+        counts = torch.zeros(ahead + 1, len(source), dtype=dtype)
         self._failures = counts if plan.by_failures else None
         self._ahead = ahead
         self._stored = source if isinstance(source, StoredSource) else None

@@ -172,13 +172,18 @@ class Role:
     def guided_velocity(
         self, x_t: Latents, sigma: PerSample, cond: Condition, uncond: Condition, guidance_scale: GuidanceScale
     ) -> Latents:
-        """Return uncond + w (cond - uncond), both from one batched pass; w = 1 runs cond alone."""
+        """Return uncond + w (cond - uncond), the velocities of `branches`; w = 1 runs cond alone."""
         scale = self.scale(sigma, guidance_scale)
         if isinstance(scale, float | int) and scale == 1:
             return self.velocity(x_t, sigma, cond)
-        both = self.velocity(torch.cat([x_t, x_t]), torch.cat([sigma, sigma]), cond.cat(uncond))
-        conditional, unconditional = both.chunk(2)
+        conditional, unconditional = self.branches(x_t, sigma, cond, uncond).chunk(2)
         return self.guide(conditional, unconditional, scale)
+
+    def branches(
+        self, x_t: Latents, sigma: PerSample, cond: Condition, uncond: Condition
+    ) -> Float[Tensor, "both c t h w"]:
+        """Return the velocities of all samples with `cond`, and then those with `uncond`, from one batched pass."""
+        return self.velocity(torch.cat([x_t, x_t]), torch.cat([sigma, sigma]), cond.cat(uncond))
 
     def guide(self, cond: Latents, uncond: Latents, scale: float | PerSample | PerFrame) -> Latents:
         """Return the velocity that the model's rule of guidance makes of both, with a scale of `scale`."""

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.types import Condition, Latents, PerSample
-from unified_trainer.numerics.flow import GuidanceScale
 from unified_trainer.parallel.fsdp import to_local
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.experts import ExpertPair
@@ -52,12 +52,7 @@ class WeightCopy(Frozen):
 class BranchedCopy(WeightCopy):
     """A copy on two halves of the ranks: one computes conditional velocities of all samples, one unconditional ones."""
 
-    def guided_velocity(
-        self, x_t: Latents, sigma: PerSample, cond: Condition, uncond: Condition, guidance_scale: GuidanceScale
-    ) -> Latents:
-        scale = self.scale(sigma, guidance_scale)
-        if isinstance(scale, float | int) and scale == 1:
-            return self.velocity(x_t, sigma, cond)
-        branch = (cond, uncond)[self._mesh.data_rank]
-        conditional, unconditional = self._mesh.gather(self.velocity(x_t, sigma, branch)).chunk(2)
-        return self.guide(conditional, unconditional, scale)
+    def branches(
+        self, x_t: Latents, sigma: PerSample, cond: Condition, uncond: Condition
+    ) -> Float[Tensor, "both c t h w"]:
+        return self._mesh.gather(self.velocity(x_t, sigma, (cond, uncond)[self._mesh.data_rank]))

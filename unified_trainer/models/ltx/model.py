@@ -37,7 +37,7 @@ class LtxModel(DiffusersModel):
         self._shared: SelfAttention | None = None
         for block in network.transformer_blocks:
             for norm in (block.attn1.norm_q, block.attn1.norm_k, block.attn2.norm_q, block.attn2.norm_k):
-                norm.register_forward_pre_hook(_widen)
+                norm.register_forward_pre_hook(widen)
 
     def share_tokens(self, mesh: Mesh) -> None:
         self._shared = SelfAttention(self.network, mesh)
@@ -107,6 +107,6 @@ class LtxModel(DiffusersModel):
         return x_t.to(device), torch.full((samples,), 0.5, device=device), cond
 
 
-def _widen(_norm: nn.RMSNorm, inputs: tuple[Tensor]) -> tuple[Tensor]:
+def widen(_norm: nn.RMSNorm, inputs: tuple[Tensor]) -> tuple[Tensor]:
     """Widen the input to float32, the dtype of the norm's weight: of a bf16 one torch would make several kernels."""
     return (inputs[0].float(),)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from unified_trainer.basics.types import Condition, Latents, PerSample
 from unified_trainer.models.base import PassSize, Shape
 from unified_trainer.models.diffusers_model import DiffusersModel
+from unified_trainer.models.ltx.model import widen
 from unified_trainer.models.ltx2.configs import Ltx2TransformerConfig
 from unified_trainer.models.ltx2.layout import FPS, Parts, joined, parts, with_sound
 
@@ -34,7 +35,7 @@ class Ltx2Model(DiffusersModel):
         for part in network.transformer_blocks.modules():
             if isinstance(part, LTX2Attention):
                 for norm in (part.norm_q, part.norm_k):
-                    norm.register_forward_pre_hook(_widen)
+                    norm.register_forward_pre_hook(widen)
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -115,8 +116,3 @@ class Ltx2Model(DiffusersModel):
         device = next(self.network.parameters()).device
         cond = {name: torch.randn(samples, text_tokens, n, generator=draw).to(device) for name, n in widths}
         return x_t.to(device), torch.full((samples,), 0.5, device=device), Condition(cond)
-
-
-def _widen(_norm: nn.RMSNorm, inputs: tuple[Tensor]) -> tuple[Tensor]:
-    """Widen the input to float32, the dtype of the norm's weight: of a bf16 one torch would make several kernels."""
-    return (inputs[0].float(),)
