@@ -16,8 +16,8 @@ from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.rewards.aesthetic import load_head
-from unified_trainer.rewards.background_consistency import frame_consistency
 from unified_trainer.rewards.clip import CLIP
+from unified_trainer.rewards.frame_consistency import frame_consistency
 from unified_trainer.rewards.reward import RewardConfig
 from unified_trainer.rewards.scorers import check_reward, load_scorers
 
