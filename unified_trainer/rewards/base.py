@@ -230,6 +230,13 @@ def check_no_weights(config: ScorerConfig, key: str, frames: int) -> None:
             raise UserError(f"{key}.{name} {value}: {config.kind} has no weights; leave it out, or set it to ''")
 
 
+def check_pixels(images: Float[Tensor, "b 3 h w"], network: str) -> None:
+    """Raise ValueError, which names the network and the image, for an image outside [0, 1]."""
+    low, high = images.flatten(1).amin(1), images.flatten(1).amax(1)
+    for i in (~((low >= 0) & (high <= 1))).nonzero().flatten().tolist():
+        raise ValueError(f"{network}: image {i} spans {float(low[i])}..{float(high[i])}, expected values in [0, 1]")
+
+
 def of_images(
     score: Callable[[Float[Tensor, "b 3 h w"], list[str]], PerSample], batch: int, top_fraction: float = 1.0
 ) -> Scorer:

@@ -20,7 +20,15 @@ from unified_trainer.basics.types import PerSample
 from unified_trainer.models.folder import load_strictly, read_tokenizer
 from unified_trainer.models.hub import component
 from unified_trainer.numerics.resize import resize
-from unified_trainer.rewards.base import NetworkScorer, Scorer, ScorerConfig, ScorerKind, check_path, of_images
+from unified_trainer.rewards.base import (
+    NetworkScorer,
+    Scorer,
+    ScorerConfig,
+    ScorerKind,
+    check_path,
+    check_pixels,
+    of_images,
+)
 
 SETTINGS = "preprocessor_config.json"
 BICUBIC: Literal[3] = 3  # PIL's number
@@ -90,9 +98,7 @@ class CLIP:
 
     def pixels(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b 3 s s"]:
         """Fit images in [0, 1] to the network's size and normalise: the network's input."""
-        low, high = images.flatten(1).amin(1), images.flatten(1).amax(1)
-        for i in (~((low >= 0) & (high <= 1))).nonzero().flatten().tolist():
-            raise ValueError(f"CLIP: image {i} spans {float(low[i])}..{float(high[i])}, expected values in [0, 1]")
+        check_pixels(images, "CLIP")
         weight = self.network.visual_projection.weight
         seen = self.fit(images.to(weight.device).float())
         mean, std = (seen.new_tensor(values).view(3, 1, 1) for values in (self.mean, self.std))

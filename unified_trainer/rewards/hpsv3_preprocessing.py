@@ -17,6 +17,7 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_as
 from unified_trainer.models.folder import read_tokenizer
 from unified_trainer.numerics.resize import resize, resize_8bit
+from unified_trainer.rewards.base import check_pixels
 from unified_trainer.rewards.chat_template import check_template
 from unified_trainer.rewards.hpsv3_folder import (
     REWARD_TOKEN,
@@ -82,7 +83,7 @@ class Preprocessor:
     def of_floats(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str]) -> Inputs:
         """Prepare images in [0, 1] with a gradient to them; they are not rounded to 8 bits."""
         self._refuse(prompts, len(images))
-        _refuse_outside(images)
+        check_pixels(images, "HPSv3")
         return self._inputs([self.patches_of_floats(image) for image in images], prompts)
 
     def _inputs(self, rows: list[tuple[Tensor, tuple[int, int, int]]], prompts: Sequence[str]) -> Inputs:
@@ -194,14 +195,8 @@ def as_bytes(images: Images) -> Sequence[Bytes]:
         return [torch.from_numpy(np.array(image.convert("RGB"))).movedim(-1, 0).float() for image in opened]
     if images.ndim != 4 or images.shape[1] != 3:
         raise ValueError(f"HPSv3: images of shape {tuple(images.shape)}, expected [b, 3, h, w]")
-    _refuse_outside(images)
+    check_pixels(images, "HPSv3")
     return (images.float() * 255).round().unbind()
-
-
-def _refuse_outside(images: Float[Tensor, "b 3 h w"]) -> None:
-    low, high = (images.flatten(1).amin(1), images.flatten(1).amax(1))
-    for i in (~((low >= 0) & (high <= 1))).nonzero().flatten().tolist():
-        raise ValueError(f"HPSv3: image {i} spans {float(low[i])}..{float(high[i])}, expected values in [0, 1]")
 
 
 def special_tokens(tokenizer: Qwen2Tokenizer) -> tuple[str, ...]:
