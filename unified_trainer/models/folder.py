@@ -91,17 +91,18 @@ def load_strictly(
     dtype: torch.dtype = torch.float32,
     schema: type[Schema] | None = None,
     inside: Callable[[str], str] = str,
+    **options: Any,
 ) -> M:
     """Load a model that has exactly the keys and shapes of its config; all weights must be finite.
 
     Keys that end in one of `spare` may be there and are not read. Of a config of transformers, the fields that `schema`
-    declares count, or without one all. `inside` gives the network's name of a key of the files. Raise UserError naming
-    the folder and the key.
+    declares count, or without one all. `inside` gives the network's name of a key of the files. `options` are those of
+    `from_pretrained`. Raise UserError naming the folder and the key.
     """
     fields = check_described(kind, folder, weights, spare, schema, inside)
     own = {"config": kind.config_class.from_dict(fields)} if schema else {}
     with _no_progress_bar(), reading_config(folder / "config.json", kind.__name__):
-        model = read_pretrained(kind, folder, dtype=dtype, use_safetensors=True, **own)
+        model = read_pretrained(kind, folder, dtype=dtype, use_safetensors=True, **own, **options)
     for name, weight in model.state_dict().items():
         if not bool(weight.isfinite().all()):
             raise NotFiniteError(f"{folder}: weight {name} holds a value that is not finite")

@@ -36,8 +36,8 @@ class ScorerConfig:
     """Kind of scorer: a name in docs/rewards.md, or path/to/file.py:NAME or package.module:NAME of your own; by default
     the name that the scorer has in reward.scorers."""
     path: str = ""
-    """Folder of the weights, for kinds that have some, or for clip and aesthetic a hub id owner/name[@revision]; "tiny"
-    is the embedded HPSv3."""
+    """Folder of the weights, for kinds that have some, or for networks of CLIP and DINO a hub id owner/name[@revision];
+    "tiny" is the embedded HPSv3."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the backbone."""
     frames: Literal["first", "every", "all"] = "first"

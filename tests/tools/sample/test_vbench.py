@@ -2,7 +2,7 @@
 
 VBENCH_PYTHON names the Python of an environment with it; without, the tests are skipped. `pip install --no-deps
 vbench==0.1.5 opencv-python-headless decord scipy tqdm` beside torch and torchvision is enough for its dimension
-temporal_flickering, which reads no network.
+temporal_flickering, which reads no network, and for subject_consistency with pixels in place of DINO's features.
 """
 
 import json
@@ -14,11 +14,17 @@ import av
 import pytest
 import torch
 from helpers import SMALL
+from torch.nn.functional import interpolate, normalize
+from transformers import ViTConfig
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.requests import Request
+from unified_trainer.basics.types import Video
 from unified_trainer.data.prompts import read_prompts
+from unified_trainer.data.video_files import write_mp4
+from unified_trainer.rewards.frame_consistency import of_features
 from unified_trainer.rewards.pixels import temporal_flickering
+from unified_trainer.rewards.subject_consistency import DINO
 from unified_trainer.tools.sample.sample import of_prompts
 
 PYTHON = os.environ.get("VBENCH_PYTHON", "")
@@ -32,6 +38,13 @@ FOUND = """
 import sys, vbench
 whole = vbench.VBench("cpu", vbench.__path__[0] + "/VBench_full_info.json", sys.argv[2])
 whole.build_full_info_json(sys.argv[1], "all", whole.build_full_dimension_list())
+"""
+# VBench's subject_consistency of each video, where every 1009th number of an image stands for DINO's features of it.
+SUBJECT = """
+import json, sys, torch
+from vbench.subject_consistency import subject_consistency
+_, videos = subject_consistency(lambda image: image.flatten(1)[:, ::1009], sys.argv[1:], torch.device("cpu"), False)
+print(json.dumps([video["video_results"] for video in videos]))
 """
 
 
@@ -83,8 +96,26 @@ def test_vbench_measures_what_the_scorer_measures(full_info, tmp_path, command):
         assert mean == pytest.approx(sum(own.values()) / 10, abs=1e-6)
 
 
+def test_vbench_shows_dino_the_images_of_the_scorer(tmp_path):
+    """The scorer's resizing and measure, of videos of each orientation."""
+    dino = DINO(ViTConfig(hidden_size=4, num_attention_heads=1, num_hidden_layers=0, patch_size=112))
+    score = of_features(lambda images: normalize(dino.pixels(images).flatten(1)[:, ::1009], dim=-1), 2)
+    files, own = [], []
+    for height, width in ((240, 416), (416, 240), (256, 256), (224, 230)):
+        files.append(tmp_path / f"{height}x{width}.mp4")
+        small = torch.rand(5, 3, 6, 4, generator=torch.Generator().manual_seed(0))
+        frames = interpolate(small, (height, width), mode="bilinear").movedim(1, -1)
+        write_mp4((255 * frames).byte().numpy(), files[-1], 8)
+        own.append(float(score(video_of(files[-1]), [""])))
+    assert json.loads(vbench(SUBJECT, *files).splitlines()[-1]) == pytest.approx(own, abs=1e-6)
+
+
 def flickering(file: Path) -> float:
     """The scorer's value of a video as it stands in its file."""
+    return float(temporal_flickering(video_of(file)))
+
+
+def video_of(file: Path) -> Video:
     with av.open(file) as container:
         frames = [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
-    return float(temporal_flickering(torch.stack(frames)[None].movedim(-1, 1) / 255))
+    return torch.stack(frames)[None].movedim(-1, 1) / 255
