@@ -25,7 +25,6 @@ from unified_trainer.rewards.frame_consistency import of_features
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet; preprocessor_config.json may say others
 EPS = 1e-6  # of its norms; configs of published folders say 1e-12
 MARGIN = 0.1  # patches by which it widens a grid of positions
-SPARE = ("pooler.dense.weight", "pooler.dense.bias")  # no part of DINO; a folder may hold random ones
 NAMES = {  # parts of the names of weights in files: in the network
     r"encoder\.layer\.": "layers.",
     r"attention\.attention\.query": "attention.q_proj",
@@ -64,6 +63,8 @@ class Embeddings(ViTEmbeddings):
 class DINO(ViTModel):
     """DINO's ViT, from a ViTModel folder of transformers with or without a pooler."""
 
+    _keys_to_ignore_on_load_unexpected = (r"^pooler\.",)
+
     def __init__(self, config: ViTConfig) -> None:
         config.layer_norm_eps = EPS
         super().__init__(config, add_pooling_layer=False)
@@ -73,7 +74,7 @@ class DINO(ViTModel):
     def load(cls, folder: Path, device: torch.device, dtype: torch.dtype) -> Self:
         """Load a frozen network; raise UserError, naming the file, unless the folder is whole and its parts fit."""
         read_as(NetworkConfig, folder / "config.json")
-        network = load_strictly(cls, folder, "model", spare=SPARE, inside=_inside, key_mapping=NAMES)
+        network = load_strictly(cls, folder, "model", inside=_inside, key_mapping=NAMES)
         return network.to(device, dtype).requires_grad_(False).eval()
 
     def features(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b d"]:
