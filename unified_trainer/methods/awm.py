@@ -38,13 +38,15 @@ class AWM(OldPolicyMethod):
     }
     sampled_by = "old"
 
-    def objective(self, samples: NoisedSamples) -> tuple[PerSample, dict[str, PerSample]]:
+    def objective(
+        self, samples: NoisedSamples, velocity: Latents, velocity_old: Latents
+    ) -> tuple[PerSample, dict[str, PerSample]]:
         """Return -min(r A, clip(r) A) + old_kl mean (v - v_old)^2 with A = advantage / advantage_clip in [-1, 1]."""
         config, target, sigma = self.config, samples.noise - samples.x0, samples.sigma
-        new, old = (log_likelihood(v, target, sigma, config.power) for v in (samples.velocity, samples.velocity_old))
+        new, old = (log_likelihood(v, target, sigma, config.power) for v in (velocity, velocity_old))
         log_ratio, bounds = new - old, {"clip_low": config.clip_range, "clip_high": config.clip_range}
         gain = surrogate(log_ratio, samples.advantages / config.advantage_clip, **bounds)
-        loss = config.old_kl * velocity_kl(samples.velocity, samples.velocity_old) - gain
+        loss = config.old_kl * velocity_kl(velocity, velocity_old) - gain
         outside = (log_ratio.detach().exp() - 1).abs() >= config.clip_range
         return loss, {"clip_fraction": outside.float()}
 

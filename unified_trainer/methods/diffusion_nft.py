@@ -6,9 +6,8 @@ from unified_trainer.basics.ranges import Positive
 from unified_trainer.basics.types import Latents, PerSample
 from unified_trainer.methods.base import initial_copy, trained, updated_copy
 from unified_trainer.methods.rl.old_policy import NoisedSamples, OldPolicyConfig, OldPolicyMethod
-from unified_trainer.numerics.flow import Sigma, sample_mean, x0_from_velocity
-
-LEAST_ERROR = 1e-5  # smallest divisor of a loss
+from unified_trainer.numerics.flow import Sigma, x0_from_velocity
+from unified_trainer.numerics.objectives import relative_error
 
 
 @dataclass(frozen=True)
@@ -28,11 +27,13 @@ class DiffusionNFT(OldPolicyMethod):
     }
     sampled_by = "old"
 
-    def objective(self, samples: NoisedSamples) -> tuple[PerSample, dict[str, PerSample]]:
+    def objective(
+        self, samples: NoisedSamples, velocity: Latents, velocity_old: Latents
+    ) -> tuple[PerSample, dict[str, PerSample]]:
         """Return advantage_clip times the contrast, with the optimality A / (2 advantage_clip) + 1/2."""
         clip = self.config.advantage_clip
-        x0, _, x_t, sigma, velocity, velocity_old, advantages = samples
-        optimality = (advantages / (2 * clip) + 0.5).clamp(0, 1)
+        x0, x_t, sigma = samples.x0, samples.x_t, samples.sigma
+        optimality = (samples.advantages / (2 * clip) + 0.5).clamp(0, 1)
         return clip * contrast(x0, x_t, sigma, velocity, velocity_old, optimality, self.config.beta), {}
 
 
@@ -48,13 +49,8 @@ def contrast(
     """Return (r |x0+ - x0|^2 / w+ + (1 - r) |x0- - x0|^2 / w-) / beta, means over elements (arXiv:2509.16117).
 
     v+ = beta v + (1 - beta) v_old, v- = (1 + beta) v_old - beta v, x0+- = x_t - sigma v+-, and w+- = mean |x0+- - x0|
-    of the sample (`sample_mean`) without gradient; r is the optimality in [0, 1].
+    of the sample without gradient (`relative_error`); r is the optimality in [0, 1].
     """
     positive = x0_from_velocity(x_t, beta * velocity + (1 - beta) * velocity_old, sigma)
     negative = x0_from_velocity(x_t, (1 + beta) * velocity_old - beta * velocity, sigma)
-    return (optimality * _relative_error(positive, x0) + (1 - optimality) * _relative_error(negative, x0)) / beta
-
-
-def _relative_error(x0_hat: Latents, x0: Latents) -> PerSample:
-    error = (x0_hat - x0).flatten(1)
-    return error.square().mean(1) / sample_mean(error.detach().abs()).clamp(min=LEAST_ERROR).to(error)
+    return (optimality * relative_error(positive, x0) + (1 - optimality) * relative_error(negative, x0)) / beta

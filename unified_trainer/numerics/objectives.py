@@ -15,6 +15,7 @@ from unified_trainer.basics.types import widest
 from unified_trainer.numerics.flow import sample_mean
 from unified_trainer.numerics.kl import gaussian_kl
 
+LEAST_ERROR = 1e-5  # smallest divisor of a relative error
 LOG_RATIO_LIMIT = 20.0  # log-ratios are clipped to this size before exp
 
 
@@ -28,6 +29,15 @@ def surrogate(
     """
     ratio = log_ratio.to(widest(log_ratio.device)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
+
+
+def relative_error(prediction: Tensor, target: Tensor) -> Float[Tensor, " b"]:
+    """Return mean (p - t)^2 / w over the elements of each sample, w = max(mean |p - t|, 1e-5) without gradient.
+
+    Samples of large and of small error have gradients of one size so (DiffusionNFT, arXiv:2509.16117).
+    """
+    error = (prediction - target).flatten(1)
+    return error.square().mean(1) / sample_mean(error.detach().abs()).clamp(min=LEAST_ERROR).to(error)
 
 
 def guarded_log_ratio(

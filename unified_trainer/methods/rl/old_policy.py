@@ -20,6 +20,7 @@ from unified_trainer.numerics.flow import Sigma, add_noise
 from unified_trainer.numerics.kl import velocity_kl
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.role import Role
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.sampling.solver import SamplerConfig, policy_velocity
 
@@ -45,15 +46,25 @@ class OldPolicyConfig(ForwardConfig, GroupConfig):
             )
 
 
-class NoisedSamples(NamedTuple):
-    """Samples of one pass at one noise level, and the velocities of student and old policy there."""
+class Update(NamedTuple):
+    """What the losses of an update are made from."""
 
+    samples: ScoredSamples
+    advantages: PerSample  # of this rank's samples, clipped at advantage_clip
+    minibatches: list[Minibatch]
+    levels: list[int]  # steps of the sampler at whose noise levels is trained
+    rng: Streams
+    mesh: Mesh
+
+
+class NoisedSamples(NamedTuple):
+    """Samples of one pass at one noise level."""
+
+    batch: Batch
     x0: Latents
     noise: Latents
     x_t: Latents
     sigma: Sigma
-    velocity: Latents
-    velocity_old: Latents  # without gradient
     advantages: PerSample  # clipped at advantage_clip
 
 
@@ -72,7 +83,9 @@ class OldPolicyMethod(RolloutMethod, shared=True):
         self.groups = Groups(config, self.reward, self.loader)
         self.rollouts = with_replacement(self.rollouts, config, self.reward, self.loader)
 
-    def objective(self, samples: NoisedSamples) -> tuple[PerSample, dict[str, PerSample]]:
+    def objective(
+        self, samples: NoisedSamples, velocity: Latents, velocity_old: Latents
+    ) -> tuple[PerSample, dict[str, PerSample]]:
         """Return the loss of each sample without the KL to the reference, and metrics of each sample."""
         raise NotImplementedError
 
@@ -84,29 +97,50 @@ class OldPolicyMethod(RolloutMethod, shared=True):
         advantages = self.groups.advantages(samples, None, metrics)
 
         def start_update(minibatches: list[Minibatch]) -> LossAt:
-            return lambda minibatch, s, last: self._loss(samples, advantages.values, minibatch, s, rng)
+            return self.start_update(Update(samples, advantages.values, minibatches, levels, rng, mesh))
 
         yield from update_losses(advantages, levels, start_update, metrics)
         self.old.update_from(self.student, decay)
 
-    def _loss(
-        self, samples: ScoredSamples, advantages: PerSample, minibatch: Minibatch, s: int, rng: Streams
-    ) -> MinibatchLoss:
-        """The objective at one noise level, plus the KL, weighted over the minibatch."""
+    def start_update(self, update: Update) -> LossAt:
+        """Return the function that computes the losses of an update."""
+
+        def loss_at(minibatch: Minibatch, s: int, last: bool) -> MinibatchLoss:
+            samples = self.noised(update, minibatch, s)
+            velocity, velocity_old = (self.velocity(role, samples) for role in (self.student, self.old))
+            loss, seen = self.objective(samples, velocity, velocity_old)
+            seen["policy_gap"] = velocity_kl(velocity, velocity_old)
+            return self.weighted(minibatch, samples, velocity, loss, seen)
+
+        return loss_at
+
+    def noised(self, update: Update, minibatch: Minibatch, s: int) -> NoisedSamples:
+        """Noise the samples of a minibatch to the noise level of a step of the sampler."""
         rows = minibatch.rows.tolist()
-        batch, x0 = samples.batch.take(rows), samples.rollout.end(rows)
+        batch, x0 = update.samples.batch.take(rows), update.samples.rollout.end(rows)
         sigma = self.sampler.sigmas()[s]
-        noise = rng.noise(f"forward {s}", batch.sample_ids, batch.latent_shape).to(x0)
-        x_t = add_noise(x0, noise, sigma)
-        velocity = policy_velocity(self.student, x_t, sigma, batch, self.sampler, x0)
-        velocity_old = policy_velocity(self.old, x_t, sigma, batch, self.sampler, x0)
-        own = advantages[minibatch.rows].to(x0.device, non_blocking=True)
-        loss, more = self.objective(NoisedSamples(x0, noise, x_t, sigma, velocity, velocity_old, own))
-        seen = {"loss": loss, "policy_gap": velocity_kl(velocity, velocity_old), **more}
+        noise = update.rng.noise(f"forward {s}", batch.sample_ids, batch.latent_shape).to(x0)
+        own = update.advantages[minibatch.rows].to(x0.device, non_blocking=True)
+        return NoisedSamples(batch, x0, noise, add_noise(x0, noise, sigma), sigma, own)
+
+    def velocity(self, role: Role, samples: NoisedSamples) -> Latents:
+        """Return a role's velocity of noised samples; chunks of a causal one attend to the clean chunks."""
+        return policy_velocity(role, samples.x_t, samples.sigma, samples.batch, self.sampler, samples.x0)
+
+    def weighted(
+        self,
+        minibatch: Minibatch,
+        samples: NoisedSamples,
+        velocity: Latents,
+        loss: PerSample,
+        seen: dict[str, PerSample],
+    ) -> MinibatchLoss:
+        """Add the KL, and weight the losses of samples over the minibatch."""
+        seen["loss"] = loss
         if self.config.kl_coefficient:
             assert self.reference is not None  # `check_reference`
-            kl = velocity_kl(velocity, policy_velocity(self.reference, x_t, sigma, batch, self.sampler, x0))
-            loss, seen["kl"] = loss + self.config.kl_coefficient * kl, kl
+            seen["kl"] = velocity_kl(velocity, self.velocity(self.reference, samples))
+            loss = loss + self.config.kl_coefficient * seen["kl"]
         real = minibatch.real.nonzero().flatten().tolist()
         metrics = {name: take_rows(value.detach(), real) for name, value in seen.items()}
         return MinibatchLoss((minibatch.weights.to(loss, non_blocking=True) * loss).sum(), metrics)
