@@ -22,6 +22,7 @@ SAMPLER_20 = "--sampler.num-steps 20 --sampler.shift 5 --sampler.guidance-scale 
 SWEEP = "--algorithm.window.size 4 --algorithm.window.every 2"  # all 16 places in 32 training steps
 TRAINED = "--algorithm.timestep-fraction 1"
 CHUNKS = f"{SAMPLER} --sampler.chunks.chunk-frames 1"
+GUIDED = f"--method crd {SAMPLER} {TRAINED} --algorithm.kl-coefficient 0.1 --algorithm.kl-guidance-scale 3"
 DPO = f"--method flow_dpo {SAMPLER}"
 BATCH, GROUP, SAMPLER_STEPS = 64, 8, 4  # samples of a training step and of a prompt, and network calls of a sample
 
@@ -59,6 +60,8 @@ KINDS = {
     "dance_ppo": Kind(f"--method dance_ppo {SAMPLER} {TRAINED}", 4, 9),
     "diffusion_nft": Kind(f"--method diffusion_nft {SAMPLER} {TRAINED}", 4, 8),
     "awm": Kind(f"--method awm {SAMPLER} {TRAINED}", 4, 8),
+    "crd": Kind(f"--method crd {SAMPLER} {TRAINED}", 4, 12),
+    "crd, KL": Kind(f"{GUIDED}", 4, 20),
     "online_dpo": Kind(f"--method online_dpo {SAMPLER} {TRAINED} --algorithm.num-samples 4", 4, 4),
     "flow_dpo": Kind(f"{DPO}", 0, 2),
     "flow_dpo of own pairs": Kind(f"{DPO}", 0, 2, prompts=96),

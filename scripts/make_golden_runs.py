@@ -63,6 +63,8 @@ RUNS = {
     "--sampler.num-steps 3 --algorithm.kl-coefficient 0.1",
     "awm": f"--method awm {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 0 --sampler.num-steps 3 "
     "--algorithm.noise-range 0.1 0.95",
+    "crd": f"--method crd {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 0 --sampler.num-steps 3 "
+    "--algorithm.kl-coefficient 0.1 --algorithm.kl-guidance-scale 2",
     "online_dpo": f"--method online_dpo {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 0 --sampler.num-steps 3",
     "flow_dpo": f"--method flow_dpo {SHORT} {CLIPS} --steps 2",
     "flow_map": f"--method flow_map {SHORT} {CLIPS} --steps 2",

@@ -1,6 +1,8 @@
 """DiffusionNFT: its loss in closed form, its samples, and the updates of the old policy."""
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -57,6 +59,7 @@ CONFIG = DiffusionNFTConfig(
 def trainer(
     *,
     old_seed: int = 1,
+    seeds: Mapping[str, int] = MappingProxyType({}),
     reference=None,
     rewards=REWARDS,
     moves: bool = False,
@@ -67,19 +70,24 @@ def trainer(
 ) -> Trainer:
     """Return a trainer whose student records its gradients; the old policy has other weights unless its seed is 0.
 
-    `kind` is another method with an old policy, and `of` its settings. A causal sampler makes the roles causal.
+    `kind` is another method with an old policy, `of` its settings, and `seeds` those of its further copies of the
+    student. A causal sampler makes the roles causal.
     """
     config = dataclasses.replace(of, **changes)
+    copy, network = (CausalWeightCopy, small_causal) if sampler.chunks.causal else (WeightCopy, small_model)
+    copies = {
+        name: copy(name, Backbone(network(seed), ALONE), TrainableConfig())
+        for name, seed in {"old": old_seed, **seeds}.items()
+    }
     student = Recorder(TrainableConfig(max_grad_norm=0.0, learning_rate=1e-2), moves=moves)
-    old = WeightCopy("old", Backbone(small_model(old_seed), ALONE), TrainableConfig())
     if sampler.chunks.causal:
         student = causal_student()
-        old = CausalWeightCopy("old", Backbone(small_causal(old_seed), ALONE), TrainableConfig())
     reward = reward_of(ScriptedScorer(rewards))
     loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
-    parts = reward_parts(kind, config, sampler, old, reward, loader)
-    method = kind(config, sampler, student=student, old=old, reference=reference, **parts)
-    return Trainer(method, {"student": student}, loader, ALONE, copies={"old": (old, "student")}, seed=0)
+    parts = reward_parts(kind, config, sampler, copies["old"], reward, loader)
+    method = kind(config, sampler, student=student, **copies, reference=reference, **parts)
+    kept = {name: (role, "student") for name, role in copies.items()}
+    return Trainer(method, {"student": student}, loader, ALONE, copies=kept, seed=0)
 
 
 def gradient(**changes) -> dict[str, torch.Tensor]:

@@ -38,6 +38,7 @@ from unified_trainer.data.clips import Clips
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.awm import AWM, AWMConfig
+from unified_trainer.methods.crd import CRD, CRDConfig
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.methods.dance_ppo import DancePPOConfig
 from unified_trainer.methods.dmd2 import DMD2Config
@@ -74,10 +75,11 @@ DYNAMIC_SAMPLING = DanceGRPOConfig(
 )
 # dmd2_shared: adapters over one base, recomputed activations.
 METHODS = ("finetune", "dance_grpo", "dance_ppo", "dynamic_sampling", "dmd2", "dmd2_shared")
-METHODS += ("dmd2_sid", "dmd2_decoupled", "awm", "flow_dpo", "online_dpo")
+METHODS += ("dmd2_sid", "dmd2_decoupled", "awm", "crd", "flow_dpo", "online_dpo")
 ONE_UPDATE = SIZES | {"prompts_per_update": 2}
 FORWARD = {  # a method on noised samples: its class and its settings
     "awm": (AWM, AWMConfig(**ONE_UPDATE)),
+    "crd": (CRD, CRDConfig(**SIZES, best_of_n=2, beta=5.0)),  # groups over ranks; one has padding alone
     "online_dpo": (OnlineDPO, OnlineDPOConfig(**ONE_UPDATE, beta=20.0)),
 }
 PROGRAM = SMALL["dance_grpo"] + flags(
@@ -114,16 +116,18 @@ def trainer(method: str, mesh: Mesh, *, moves: bool = False) -> Trainer:
 
 
 def on_noised_samples(kind, config, scorer, *, mesh: Mesh, **recorder) -> Trainer:
-    """A trainer of a method whose second role is the old policy, which samples, or the reference."""
+    """A trainer of a method with copies of the student, of which the old policy samples, or with a reference."""
     sampler, student = SamplerConfig(num_steps=3, guidance_scale=1.0), Recorder(mesh=mesh, **recorder)
-    other = Backbone(small_model(1), mesh)
-    roles = {"student": student, "old": WeightCopy("old", other, TrainableConfig()), "reference": None}
-    if kind is OnlineDPO:
-        roles = {"student": student, "reference": Frozen("reference", other, RoleConfig())}
+    copied = {name: seed for seed, (name, spec) in enumerate(kind.roles.items()) if spec.kind is WeightCopy}
+    copies = {
+        name: WeightCopy(name, Backbone(small_model(seed), mesh), TrainableConfig()) for name, seed in copied.items()
+    }
+    reference = Frozen("reference", Backbone(small_model(1), mesh), RoleConfig()) if kind is OnlineDPO else None
+    roles = {"student": student, **copies, "reference": reference}
     loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, mesh)
     parts = reward_parts(kind, config, sampler, roles[kind.sampled_by], reward_of(scorer), loader)
-    copies = {"old": (roles["old"], "student")} if "old" in roles else {}
-    return Trainer(kind(config, sampler, **roles, **parts), {"student": student}, loader, mesh, copies=copies, seed=0)
+    kept = {name: (role, "student") for name, role in copies.items()}
+    return Trainer(kind(config, sampler, **roles, **parts), {"student": student}, loader, mesh, copies=kept, seed=0)
 
 
 def on_pairs(config: FlowDPOConfig, *, mesh: Mesh, **recorder) -> Trainer:

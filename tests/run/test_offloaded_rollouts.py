@@ -39,6 +39,7 @@ RUNS = {
     "dance_ppo": SINGLES | {"student.moments": "bf16", "student.ema-decay": 0.5, "student.ema-device": "cpu"},
     "diffusion_nft": GROUPS | {"student.precision": "bf16", "algorithm.dynamic-sampling-rounds": 1},
     "awm": GROUPS | {"student.adapter.rank": 2, "student.precision": "bf16", "student.ema-decay": 0.5},
+    "crd": GROUPS | {"student.precision": "bf16"},
     "online_dpo": GROUPS | {"student.boundary": 0.8, "student.ema-decay": 0.5},
     "distill_rl": GROUPS | {"student.adapter.rank": 2},
 }

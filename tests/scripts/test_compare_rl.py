@@ -42,6 +42,8 @@ def test_the_flags_of_every_row_are_a_run_whose_calls_are_counted(name, monkeypa
         assert kind.trained == 2 * run.sampler.num_steps * 2 / run.algorithm.num_samples
     elif run.method in ("diffusion_nft", "awm"):
         assert kind.trained == 2 * run.sampler.num_steps * run.algorithm.timestep_fraction
+    elif run.method == "crd":  # the student twice, its moving average, and both branches of a guided reference
+        assert kind.trained == (5 if run.algorithm.kl_coefficient else 3) * run.sampler.num_steps
     elif run.method == "dance_ppo":  # the values of all states, the update of the values, and that of the policy
         assert kind.trained == 3 * (run.sampler.num_steps - 1) and run.algorithm.timestep_fraction == 1
     else:

@@ -3,6 +3,7 @@
 METHODS = {  # as text: `registry.method_named` imports the one that is asked for
     "awm": "unified_trainer.methods.awm:AWM",
     "consistency": "unified_trainer.methods.consistency:Consistency",
+    "crd": "unified_trainer.methods.crd:CRD",
     "dance_grpo": "unified_trainer.methods.dance_grpo:DanceGRPO",
     "dance_ppo": "unified_trainer.methods.dance_ppo:DancePPO",
     "diffusion_nft": "unified_trainer.methods.diffusion_nft:DiffusionNFT",

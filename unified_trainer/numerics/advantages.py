@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Estimator = Literal["grpo", "dr_grpo", "rloo", "global", "global_std", "largest_std", "gdpo"]
@@ -65,6 +65,16 @@ def group_advantages(
             scale = global_statistics(*totals(r - r[0]))[1] + GLOBAL_STD_EPS
         advantages = centered / scale
     return advantages.to(rewards.dtype)
+
+
+def group_means(
+    values: Float[Tensor, "b k"], prompt_ids: Int[Tensor, " b"], weights: Float[Tensor, " b"]
+) -> Float[Tensor, "b k"]:
+    """Return for each sample the weighted means of its group's k values; 0 for a group of weight 0; float64."""
+    group = prompt_ids.unique(return_inverse=True)[1]
+    weighed = torch.cat([weights[:, None] * values, weights[:, None]], 1).double()
+    sums = torch.zeros_like(weighed).index_add_(0, group, weighed)[group]
+    return sums[:, :-1] / sums[:, -1:].where(sums[:, -1:] > 0, 1.0)
 
 
 def tilt_weights(

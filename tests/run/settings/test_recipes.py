@@ -148,7 +148,7 @@ def test_every_method_of_every_recipe_passes_all_checks(models, prompts, recipe,
         recipe, "色调艳丽"[: 4 * (recipe not in NEVER_CAUSAL)]
     )
     assert run.sampler.negative_prompt[:4] == negative
-    if method in ("dance_grpo", "dance_ppo", "diffusion_nft", "awm", "online_dpo"):
+    if method in ("dance_grpo", "dance_ppo", "diffusion_nft", "awm", "crd", "online_dpo"):
         assert run.algorithm.plan().table(8)["optimizer updates"] == 1
         assert run.algorithm.rollout_batch == run.algorithm.update_batch
 

@@ -1,7 +1,7 @@
 """The base of methods that train the velocity on noised samples of an old policy: the forward process, no densities."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from unified_trainer.basics.errors import UserError
@@ -16,7 +16,7 @@ from unified_trainer.methods.rl.reference_kl import check_reference
 from unified_trainer.methods.rl.rollout_method import RolloutMethod
 from unified_trainer.methods.rl.rollouts import ScoredSamples
 from unified_trainer.methods.rl.updates import LossAt, MinibatchLoss, update_losses
-from unified_trainer.numerics.flow import Sigma, add_noise
+from unified_trainer.numerics.flow import GuidanceScale, Sigma, add_noise
 from unified_trainer.numerics.kl import velocity_kl
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
@@ -35,6 +35,8 @@ class OldPolicyConfig(ForwardConfig, GroupConfig):
     """Increase of that decay in each training step, from 0."""
     kl_coefficient: NonNegative = 0.0
     """Coefficient of mean (v - v_ref)^2 to the student as the run started; 0 needs no reference."""
+    kl_guidance_scale: GuidanceScale = 1.0
+    """Guidance scale of v_ref; 1 is none. It has no effect without algorithm.kl_coefficient."""
 
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
@@ -44,10 +46,11 @@ class OldPolicyConfig(ForwardConfig, GroupConfig):
                 f"sampler.guidance_scale must be 1, not {sampler.guidance_scale}: the method trains the velocity that "
                 "it samples with"
             )
+        setup.check_guidance("student", "algorithm.kl_guidance_scale", self.kl_guidance_scale)
 
 
 class Update(NamedTuple):
-    """What the losses of an update are made from."""
+    """The samples of an update, and where and how they are trained on."""
 
     samples: ScoredSamples
     advantages: PerSample  # of this rank's samples, clipped at advantage_clip
@@ -80,6 +83,7 @@ class OldPolicyMethod(RolloutMethod, shared=True):
     def __init__(self, config: OldPolicyConfig, sampler: SamplerConfig, **parts: Any) -> None:
         super().__init__(config, sampler, **parts)
         check_reference(config.kl_coefficient, self.reference)
+        self.guided = replace(sampler, guidance_scale=config.kl_guidance_scale)  # that of the reference
         self.groups = Groups(config, self.reward, self.loader)
         self.rollouts = with_replacement(self.rollouts, config, self.reward, self.loader)
 
@@ -123,9 +127,9 @@ class OldPolicyMethod(RolloutMethod, shared=True):
         own = update.advantages[minibatch.rows].to(x0.device, non_blocking=True)
         return NoisedSamples(batch, x0, noise, add_noise(x0, noise, sigma), sigma, own)
 
-    def velocity(self, role: Role, samples: NoisedSamples) -> Latents:
+    def velocity(self, role: Role, samples: NoisedSamples, sampler: SamplerConfig | None = None) -> Latents:
         """Return a role's velocity of noised samples; chunks of a causal one attend to the clean chunks."""
-        return policy_velocity(role, samples.x_t, samples.sigma, samples.batch, self.sampler, samples.x0)
+        return policy_velocity(role, samples.x_t, samples.sigma, samples.batch, sampler or self.sampler, samples.x0)
 
     def weighted(
         self,
@@ -139,7 +143,7 @@ class OldPolicyMethod(RolloutMethod, shared=True):
         seen["loss"] = loss
         if self.config.kl_coefficient:
             assert self.reference is not None  # `check_reference`
-            seen["kl"] = velocity_kl(velocity, self.velocity(self.reference, samples))
+            seen["kl"] = velocity_kl(velocity, self.velocity(self.reference, samples, self.guided))
             loss = loss + self.config.kl_coefficient * seen["kl"]
         real = minibatch.real.nonzero().flatten().tolist()
         metrics = {name: take_rows(value.detach(), real) for name, value in seen.items()}

@@ -37,7 +37,7 @@ def update_losses(
     """
     if not any(advantages.minibatches):
         yield Loss("student", torch.zeros((), requires_grad=True), False, metrics, advantages.messages)
-    for minibatches in advantages.minibatches:
+    for minibatches in filter(None, advantages.minibatches):
         yield from role_losses("student", minibatches, steps, start_update(minibatches), metrics, advantages.messages)
 
 

@@ -1,0 +1,112 @@
+"""Centered Reward Distillation: a model's implicit rewards are fitted to the rewards of its samples (arXiv:2603.14128).
+
+The implicit reward of a sample is the gain of its likelihood over a moving average of the student. It is known up to a
+constant of the prompt, which falls out where both rewards are centred in the group.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from unified_trainer.basics.ranges import Decay, Fraction, Positive
+from unified_trainer.basics.types import Batch, Latents, PerSample
+from unified_trainer.methods.base import Loss, initial_copy, trained, updated_copy
+from unified_trainer.methods.rl.minibatches import Minibatch
+from unified_trainer.methods.rl.old_policy import NoisedSamples, OldPolicyConfig, OldPolicyMethod, Update
+from unified_trainer.methods.rl.updates import LossAt, MinibatchLoss
+from unified_trainer.numerics.advantages import group_means
+from unified_trainer.numerics.flow import promote
+from unified_trainer.numerics.kl import velocity_kl
+from unified_trainer.numerics.objectives import relative_error
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.weight_copy import WeightCopy
+
+
+@dataclass(frozen=True)
+class CRDConfig(OldPolicyConfig):
+    """The defaults are the authors' (Flow-Factory's trainer `crd`), without their KL to the reference."""
+
+    beta: Positive = 1.0
+    """Factor of the implicit reward, which is fitted to the advantage over twice advantage_clip."""
+    moving_decay: Decay = 0.999
+    """Largest decay of the moving average of the student that implicit rewards are measured from; it is updated once a
+    training step."""
+    moving_decay_start: Decay = 0.25
+    """That decay in the first training step."""
+    moving_decay_rise: Fraction = 0.005
+    """Increase of that decay in each training step."""
+
+
+class CRD(OldPolicyMethod):
+    """Fit the implicit rewards of each group, less their mean, to its rewards."""
+
+    config_class = CRDConfig
+    roles = {
+        "student": trained(),
+        "old": updated_copy("student"),
+        "moving_average": updated_copy("student"),
+        "reference": initial_copy("student", when=lambda config: config.kl_coefficient > 0),
+    }
+    sampled_by = "old"
+    moving_average: WeightCopy
+
+    def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
+        config = self.config
+        yield from super().step(batch, step, rng, mesh)
+        decay = config.moving_decay_start + config.moving_decay_rise * step
+        self.moving_average.update_from(self.student, min(config.moving_decay, decay))
+
+    def start_update(self, update: Update) -> LossAt:
+        """Measure the implicit rewards of the update's samples without gradient, for the means of their groups."""
+        beta, clip = self.config.beta, self.config.advantage_clip
+        measured = dict(zip(update.levels, self._measure(update), strict=True))
+
+        def loss_at(minibatch: Minibatch, s: int, last: bool) -> MinibatchLoss:
+            samples = self.noised(update, minibatch, s)
+            velocity = self.velocity(self.student, samples)
+            target, gap = measured[s][:, minibatch.rows].to(velocity.device, non_blocking=True)
+            residual = beta * log_likelihood(velocity, samples) - target
+            return self.weighted(minibatch, samples, velocity, clip / beta * residual.square(), {"policy_gap": gap})
+
+        return loss_at
+
+    @torch.no_grad()
+    def _measure(self, update: Update) -> Float[Tensor, "levels 2 rows"]:
+        """Return at each level what beta l of each sample is fitted to, and its distance to the moving average.
+
+        With the residual d = beta (l - l_average) - A / (2 c), l the likelihood, the update fits d to its mean over
+        the group. A mean is over all ranks, so every rank measures before any trains.
+        """
+        mesh, minibatches = update.mesh, update.minibatches
+        passes = [torch.cat([self._pass(update, part, s) for part in minibatches], 1) for s in update.levels]
+        targets, gaps, residuals = torch.stack(passes, 1)  # each [levels, samples of the minibatches]
+        rows, weights = (torch.cat([getattr(part, name) for part in minibatches]) for name in ("rows", "weights"))
+        ids = torch.tensor(update.samples.batch.prompt_ids)[rows]
+        of_all = (mesh.gather(x.to(residuals.device)).cpu() for x in (residuals.T, ids, weights))
+        means = group_means(*of_all)[mesh.data_rank * len(rows) :][: len(rows)].T
+        measured = torch.zeros(len(update.levels), 2, len(update.samples.batch), dtype=residuals.dtype)
+        real = weights > 0
+        values = torch.stack([targets.cpu() + means, gaps.cpu()], 1)
+        measured[:, :, rows[real]] = values[:, :, real].to(measured)
+        return measured
+
+    def _pass(self, update: Update, minibatch: Minibatch, s: int) -> Float[Tensor, "3 m"]:
+        """Return target without the group's mean, distance and residual of each sample of a minibatch."""
+        samples = self.noised(update, minibatch, s)
+        velocity, average = (self.velocity(role, samples) for role in (self.student, self.moving_average))
+        target = self.config.beta * log_likelihood(average, samples)
+        target = target + samples.advantages / (2 * self.config.advantage_clip)
+        residual = self.config.beta * log_likelihood(velocity, samples) - target
+        return torch.stack([target, velocity_kl(velocity, average).to(target), residual])
+
+
+def log_likelihood(velocity: Latents, samples: NoisedSamples) -> PerSample:
+    """Return -mean e^2 / mean |e| of each sample, e = v - (noise - x0), the divisor without gradient.
+
+    It takes the place of a log-density, up to a constant (arXiv:2603.14128); in the widest dtype of its device.
+    """
+    return -relative_error(promote(velocity), promote(samples.noise - samples.x0))
