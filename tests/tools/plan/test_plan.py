@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from helpers import OF_CLIPS, OF_SAMPLES, REPO
+from helpers import OF_CLIPS, OF_SAMPLES, REPO, checkpoint_of
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
@@ -72,6 +72,23 @@ def test_memory_is_within_a_tenth_of_a_real_step(name, tmp_path):
     flags = bench_plan.flags_of(name, tmp_path)
     computed = bench_plan.bytes_of(bench_plan.predicted(flags)[0])
     assert bench_plan.measure(flags).bytes == pytest.approx(computed, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("crd", ["--algorithm.kl-coefficient", "0.1"]),
+        ("awm", ["--student.adapter.rank", "2"]),
+        ("dmd2", ["--student.ema-decay", "0"]),
+    ],
+)
+def test_the_bytes_of_a_checkpoint(method, more, tmp_path):
+    """Averages of the student are in it, and a reference is not."""
+    flags = ["--method", method, *SMALL, *OWN.get(method, SINGLE), *more]
+    assert main([*flags, "--steps", "1", "--output", str(tmp_path / "run")]) == 0
+    held = checkpoint_of(tmp_path / "run", 1)
+    real = sum(tensor.nbytes for tensor in held.values() if tensor.numel() > 1)
+    assert real == pytest.approx(estimate(parse(flags), 1).checkpoint, rel=1e-3)
 
 
 def test_hardware_is_read_by_number_and_name():

@@ -14,6 +14,7 @@ from unified_trainer.roles.experts import Expert
 from unified_trainer.roles.optimizer import BUCKET
 from unified_trainer.roles.recompute import Recompute
 from unified_trainer.roles.role import Role, Trainable, TrainableConfig
+from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.run.registry import method_named
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.validation.samples import samples_of_rank
@@ -241,6 +242,12 @@ def _trained(counts: Counts, name: str, expert: Expert) -> bool:
     return isinstance(counts.roles[name], Trainable) and expert in counts.plans[name].layout.trained
 
 
+def _averages(counts: Counts, sizes: Sizes, name: str) -> int:
+    """Return how many roles hold an average of a role's trained weights, which checkpoints hold too."""
+    copied = method_named(sizes.run.method).roles
+    return sum(isinstance(role, WeightCopy) and copied[other].copy_of == name for other, role in counts.roles.items())
+
+
 def _held(counts: Counts, sizes: Sizes, name: str, expert: Expert, backbone: Backbone, *, base: bool) -> Held:
     size, run, config = sizes.models[name].size, sizes.run, counts.plans[name].config
     whole, rank = size.parameters, _rank(sizes, name)
@@ -274,7 +281,7 @@ def _held(counts: Counts, sizes: Sizes, name: str, expert: Expert, backbone: Bac
         gathered=gathered,
         unsharded=unsharded if several else 0.0,
         sent=(moving if base else 0) + adapter * (BF16 / FP32 if half else 1),
-        stored=(FP32 + 2 * moment) * trained + ema,
+        stored=(FP32 * (1 + _averages(counts, sizes, name)) + 2 * moment) * trained + ema,
         trained=trained,
     )
 
