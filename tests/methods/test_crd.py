@@ -58,7 +58,8 @@ def by_hand(one, kl: float = 0.0, reference=None, scale: float = 1.0, kept: torc
         loss = 5 / config.beta * loss
         if reference is not None:
             cond, uncond = (reference.velocity(x_t, level, of).detach() for of in (batch.cond, batch.uncond))
-            loss = loss + kl * (v - uncond - scale * (cond - uncond)).square().flatten(1).mean(1)
+            coefficients = 1e-4 + (wanted / 10 + 0.5) * (kl - 1e-4)  # none of the advantages exceeds 5
+            loss = loss + coefficients * (v - uncond - scale * (cond - uncond)).square().flatten(1).mean(1)
         total = total + loss.mean() / STEPS
     total.backward()
     return gradients(role.network)
@@ -112,6 +113,7 @@ def test_an_update_without_samples_measures_nothing():
 
 
 def test_kl_to_a_guided_reference():
+    """The better a sample, the larger its coefficient."""
     one = trainer(reference=frozen("reference", seed=2), kl_coefficient=3.0, kl_guidance_scale=4.5)
     metrics = one.step(0)
     expected = by_hand(trainer(), 3.0, frozen("reference", seed=2), 4.5)

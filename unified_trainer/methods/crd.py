@@ -25,6 +25,8 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.weight_copy import WeightCopy
 
+LEAST_KL = 1e-4  # coefficient of the KL at an advantage of -advantage_clip
+
 
 @dataclass(frozen=True)
 class CRDConfig(OldPolicyConfig):
@@ -102,6 +104,11 @@ class CRD(OldPolicyMethod):
         target = target + samples.advantages / (2 * self.config.advantage_clip)
         residual = self.config.beta * log_likelihood(velocity, samples) - target
         return torch.stack([target, velocity_kl(velocity, average).to(target), residual])
+
+    def kl_coefficient(self, samples: NoisedSamples) -> PerSample:
+        """Return LEAST_KL for the worst sample that there can be up to kl_coefficient for the best."""
+        largest, place = self.config.kl_coefficient, samples.advantages / (2 * self.config.advantage_clip) + 0.5
+        return torch.lerp(torch.full_like(place, min(LEAST_KL, largest)), torch.full_like(place, largest), place)
 
 
 def log_likelihood(velocity: Latents, samples: NoisedSamples) -> PerSample:

@@ -131,6 +131,10 @@ class OldPolicyMethod(RolloutMethod, shared=True):
         """Return a role's velocity of noised samples; chunks of a causal one attend to the clean chunks."""
         return policy_velocity(role, samples.x_t, samples.sigma, samples.batch, sampler or self.sampler, samples.x0)
 
+    def kl_coefficient(self, samples: NoisedSamples) -> float | PerSample:
+        """Return the coefficient of the KL, or one for each sample."""
+        return self.config.kl_coefficient
+
     def weighted(
         self,
         minibatch: Minibatch,
@@ -144,7 +148,7 @@ class OldPolicyMethod(RolloutMethod, shared=True):
         if self.config.kl_coefficient:
             assert self.reference is not None  # `check_reference`
             seen["kl"] = velocity_kl(velocity, self.velocity(self.reference, samples, self.guided))
-            loss = loss + self.config.kl_coefficient * seen["kl"]
+            loss = loss + self.kl_coefficient(samples) * seen["kl"]
         real = minibatch.real.nonzero().flatten().tolist()
         metrics = {name: take_rows(value.detach(), real) for name, value in seen.items()}
         return MinibatchLoss((minibatch.weights.to(loss, non_blocking=True) * loss).sum(), metrics)
