@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=3, help="length of long videos in clips")
     parser.add_argument("--window-frames", type=int, help="latent frames in the KV cache for long videos")
     parser.add_argument("--sink-frames", type=int, help="how many of them are the first ones")
+    parser.add_argument("--rolling-sink", action="store_true", help="move the first ones along with the window")
     parser.add_argument("--recache", action="store_true", help="compute the KV cache anew where a prompt changes")
     arguments = parser.parse_args()
     console = Console(width=200)
@@ -54,7 +55,8 @@ def main() -> None:
     for run in arguments.runs:
         one = student(run)
         short = made(of_length(one, FRAMES, None, None, BATCH), list(captions))
-        long = of_length(one, arguments.times * (FRAMES - 1) + 1, arguments.window_frames, arguments.sink_frames, BATCH)
+        window, sink, rolling = arguments.window_frames, arguments.sink_frames, arguments.rolling_sink
+        long = of_length(one, arguments.times * (FRAMES - 1) + 1, window, sink, BATCH, rolling=rolling)
         turned = [" | ".join(islice(cycle([here, there(here)]), arguments.times)) for here in captions]
         video = made(long, turned, recache=arguments.recache)
         parts = [accuracy(part, captions, turned=i % 2 == 1) for i, part in enumerate(split(video))]

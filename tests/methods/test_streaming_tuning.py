@@ -104,7 +104,7 @@ def plain_rollout(student, past, frames, batch, noise, drawn, ranges, chunks) ->
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("chunks", [CHUNKS, WINDOWED])
+@pytest.mark.parametrize("chunks", [CHUNKS, WINDOWED, dataclasses.replace(WINDOWED, rolling_sink=True)])
 def test_recached_chunks_are_those_of_a_plain_rollout(chunks):
     """The frames that the window holds, under the new prompt, then two chunks."""
     student, batch, sampler = causal_student(), trainer().loader.batch(1), dataclasses.replace(SAMPLER, chunks=chunks)

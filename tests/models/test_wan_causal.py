@@ -1,6 +1,7 @@
 """The causal Wan: cached equals masked, the past has no gradient, and the weights are the bidirectional ones."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -277,6 +278,66 @@ def test_generation_goes_on_to_the_last_position():
     assert cache.seen == 16
 
 
+# A rolling sink
+
+ROLLING = [
+    ChunkConfig(2, window_frames=4, sink_frames=2, rolling_sink=True),
+    ChunkConfig(3, window_frames=5, sink_frames=1, rolling_sink=True),  # the sink is a part of a cut chunk
+    ChunkConfig(2, independent_first_frame=True, window_frames=4, sink_frames=1, rolling_sink=True),
+]
+
+
+@pytest.mark.parametrize("chunks", ROLLING)
+@torch.no_grad()
+def test_a_rolling_sink_is_as_far_as_at_the_start_of_a_video(chunks):
+    """With one block, keys are of their own frame alone: the frames of the cache, from 0 on, are a video's start."""
+    model, cond, frames = causal(num_layers=1), condition(2), chunks.window_frames
+    cache, start, past = model.open_cache(chunks), model.open_cache(ChunkConfig(1)), latents(13)
+    for begin, stop in chunks.ranges(9 if chunks.chunk_frames == 3 or chunks.independent_first_frame else 10):
+        model.append(past[:, :, begin:stop], cond, cache)
+    own = [pair for chunk in cache.past for part in chunk.own for pair in part]
+    assert cache.seen > frames == len(cache.resident)
+    for frame in cache.resident:
+        model.append(past[:, :, frame : frame + 1], cond, start)
+    x, sigma = latents(chunks.chunk_frames, seed=7), torch.tensor([0.3, 0.9])
+    assert_equal_to_rounding(*(model.velocity_cached(x, sigma, cond, one) for one in (cache, start)))
+    fixed = model.open_cache(replace(chunks, rolling_sink=False))
+    fixed.past, fixed.seen = cache.past, cache.seen
+    moved = model.velocity_cached(x, sigma, cond, cache) - model.velocity_cached(x, sigma, cond, fixed)
+    assert float(moved.abs().max()) > 1e-4
+    after = [pair for chunk in cache.past for part in chunk.own for pair in part]
+    assert all(one is other for one, other in zip(own, after, strict=True))  # kept where they were: no error adds up
+
+
+@torch.no_grad()
+def test_turned_keys_are_those_of_a_frame_further_on():
+    """By every number of frames, also none, which changes no bit; values stay."""
+    model, cond, chunks = causal(num_layers=1), condition(1), ROLLING[0]
+    cache, x = model.open_cache(chunks), latents(2, 1)
+    model.append(x, cond, cache)
+    ((key, value),) = cache.past[0].own
+    for by in (0, 1, 5, 14):
+        there = model.open_cache(chunks)
+        there.seen = by
+        model.append(x, cond, there)
+        cache.seen = by + chunks.window_frames
+        ((turned, same),) = cache.attended()[0].own
+        torch.testing.assert_close(turned, there.past[0].own[0][0], rtol=0, atol=2e-6 if by else 0)
+        assert same is value and cache.past[0].own[0][0] is key
+
+
+@torch.no_grad()
+def test_a_rolling_sink_stays_until_the_video_outgrows_the_window():
+    model, cond, x = causal(), condition(2), latents(6)
+    rolling = ROLLING[0]
+    sigma = levels(6, rolling)
+    plain, _ = cached(model, x, sigma, cond, replace(rolling, rolling_sink=False), x)
+    assert torch.equal(cached(model, x, sigma, cond, rolling, x)[0], plain)
+    assert_equal_to_rounding(model.velocity_masked(x, sigma, cond, rolling, x), plain)
+    with pytest.raises(ValueError, match=r"rolling_sink cannot be in one masked pass .*window_frames to 6 or more"):
+        model.velocity_masked(latents(8), levels(8, rolling), cond, rolling)
+
+
 # Text
 
 
@@ -373,7 +434,7 @@ def rollout(model, x, sigma, cond, chunks, with_gradient):
     return parts
 
 
-@pytest.mark.parametrize("chunks", [ChunkConfig(2), ChunkConfig(2, window_frames=4, sink_frames=2)])
+@pytest.mark.parametrize("chunks", [ChunkConfig(2), ChunkConfig(2, window_frames=4, sink_frames=2), ROLLING[0]])
 def test_recomputed_activations_attend_to_what_was_there(chunks):
     """At the backward pass the cache is at the end of the rollout, its frames others than a chunk saw."""
     grads = []

@@ -82,6 +82,7 @@ def test_masks_are_causal_and_of_bounded_reach(chunk, count, alone, extra, sink)
         (ChunkConfig(3, sink_frames=1), "sink_frames 1 needs sampler.chunks.window_frames"),
         (ChunkConfig(3, window_frames=2), "window_frames"),
         (ChunkConfig(3, window_frames=5, sink_frames=3), "window_frames"),
+        (ChunkConfig(3, window_frames=5, rolling_sink=True), "rolling_sink needs sampler.chunks.sink_frames"),
     ],
 )
 def test_what_cannot_be(chunks, key):

@@ -24,6 +24,8 @@ class ChunkConfig:
     """Latent frames in the KV cache, the sink included; 0 keeps all."""
     sink_frames: FramesOrZero = 0
     """First latent frames of the video that always stay in the cache."""
+    rolling_sink: bool = False
+    """Move the sink along with a video that outgrows the window: a chunk has it at the distances of a video's start."""
     context_noise: Decay = 0.0
     """Noise level in [0, 1) at which finished chunks are written into the cache."""
 
@@ -44,6 +46,8 @@ class ChunkConfig:
                 f"sampler.chunks.window_frames must hold the sink and a chunk ({self.sink_frames} + "
                 f"{self.chunk_frames} frames) or be 0, not {self.window_frames}"
             )
+        if self.rolling_sink and not self.sink_frames:
+            raise UserError("sampler.chunks.rolling_sink needs sampler.chunks.sink_frames: without a sink none moves")
 
     def ranges(self, frames: int) -> list[tuple[int, int]]:
         """Return (start, stop) of every chunk in latent frames, stop exclusive.
@@ -106,6 +110,12 @@ def _own_mask(chunks: ChunkConfig, frames: int) -> Bool[Tensor, "t t"]:
 
 
 def _past_mask(chunks: ChunkConfig, frames: int) -> Bool[Tensor, "t t"]:
+    last, window = chunks.ranges(frames)[-1][0], chunks.window_frames
+    if chunks.rolling_sink and last > window:
+        raise UserError(
+            f"sampler.chunks.rolling_sink cannot be in one masked pass over all chunks, where the sink of each is "
+            f"elsewhere: set it to false, or sampler.chunks.window_frames to {last} or more, not {window}"
+        )
     mask = torch.zeros(frames, frames, dtype=torch.bool)
     for (start, stop), seen in zip(chunks.ranges(frames), chunks.visible_frames(frames), strict=True):
         mask[start:stop, seen] = True

@@ -114,6 +114,16 @@ def test_every_sampler_gives_the_same_bits(runs, place, name):
     WanPipeline.from_pretrained("out")
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_longer_video_moves_a_rolling_sink(runs, place, precision):
+    sampler = FEW | {"guidance_scale": 2.0, "chunks": CHUNKS | {"rolling_sink": True}}
+    folder = with_sampler(runs / "whole", place / "run", sampler=sampler, student={"precision": precision})
+    ours = sampled(folder, 5, frames=33)
+    assert torch.equal(ours, piped(exported(folder)(trust_remote_code=True), 5, num_frames=33))
+    fixed = with_sampler(folder, place / "fixed", sampler=FEW | {"guidance_scale": 2.0, "chunks": CHUNKS})
+    assert not torch.equal(ours, sampled(fixed, 5, frames=33))
+
+
 def test_a_longer_video_of_a_causal_student(runs, place):
     """It attends to the past of the run, as `sample` does; afterwards the network is the bidirectional one again."""
     folder = with_sampler(runs / "whole", place / "run", sampler=SAMPLERS["causal"])

@@ -1,5 +1,6 @@
 """The command sample: a run's own sampler, with the same videos as diffusers gives for the export."""
 
+import dataclasses
 import json
 import re
 
@@ -162,7 +163,11 @@ def test_longer_than_in_training(runs):
     video = sampled(one, PROMPTS[:1], 0, 1)
     assert video.shape[2] == 33 and float(video[:, :, 17:].std()) > 0.01
     chosen = of_length(trained(runs / "causal"), 33, 3, 1, 1).run.sampler.chunks
-    assert (chosen.window_frames, chosen.sink_frames) == (3, 1)
+    assert (chosen.window_frames, chosen.sink_frames, chosen.rolling_sink) == (3, 1, False)
+    rolling = of_length(trained(runs / "causal"), 33, 3, 1, 1, rolling=True)
+    assert rolling.run.sampler.chunks == dataclasses.replace(chosen, rolling_sink=True)
+    without = of_length(rolling, 33, 4, 0, 1).run.sampler.chunks  # without a sink, the run's setting has no meaning
+    assert (without.sink_frames, without.rolling_sink) == (0, False)
     assert of_length(trained(runs / "causal"), 17, None, None, 1).run.sampler.chunks.window_frames == 0
     assert sampled(of_length(trained(runs / "sde"), 9, None, None, 1), PROMPTS[:1], 0, 1).shape[2] == 9
 
@@ -224,7 +229,8 @@ def test_videos_by_the_names_that_vbench_reads(runs, tmp_path, monkeypatch):
         (["RUN", "--prompts"], "--prompts needs at least one"),
         (["RUN", "--prompts", "a", "--stream"], "--stream needs a causal student"),
         (["CAUSAL", "--prompts", "a", "--recache"], "--recache is for prompts that switch in one video"),
-        (["RUN", "--prompts", "a", "--sink-frames", "1"], "--sink-frames are for causal students"),
+        (["RUN", "--prompts", "a", "--sink-frames", "1"], "--sink-frames and --rolling-sink are for causal students"),
+        (["RUN", "--prompts", "a", "--rolling-sink"], "--sink-frames and --rolling-sink are for causal students"),
         (["RUN", "--prompts", "a", "--frames", "16"], "video.frames must be 4k + 1"),
         (["CAUSAL", "--prompts", "a", "--frames", "257"], "a video of 257 x 64 x 64 has 65 tokens along one axis"),
         (["CAUSAL", "--prompts", "a", "--window-frames", "1", "--sink-frames", "1"], "must hold the sink and a chunk"),

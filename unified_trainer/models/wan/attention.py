@@ -181,7 +181,7 @@ def project_out(attn: WanAttention, heads: Heads) -> Float[Tensor, "b n width"]:
     return attn.to_out[1](attn.to_out[0](heads.flatten(2)))
 
 
-def rotate(x: Heads, now: LayerPass) -> Heads:
+def rotate(x: Heads, now: LayerPass | Pass) -> Heads:
     """Rotate pairs of adjacent channels by the angles of their token's position."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = now.cos[..., 0::2], now.sin[..., 1::2]

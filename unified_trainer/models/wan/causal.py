@@ -4,7 +4,8 @@ The mask and the cached keys and values are passed to the blocks with the rotary
 absolute latent frames.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample, of_kind
 from unified_trainer.models.base import Cache, PassSize
 from unified_trainer.models.masked_attention import Mask, token_mask
-from unified_trainer.models.wan.attention import Finished, KeysValues, LayerLists, Pass, set_attention
+from unified_trainer.models.wan.attention import Finished, KeysValues, LayerLists, Pass, PastKeys, rotate, set_attention
 from unified_trainer.models.wan.model import WanModel, network_time
 from unified_trainer.numerics.chunks import ChunkConfig, block_causal_mask, teacher_forcing_mask
 from unified_trainer.parallel.device import has_flex_attention
@@ -40,6 +41,30 @@ class WanCache:
 
     def start_prompt(self) -> None:
         self.text = []
+
+    def attended(self) -> tuple[Finished, ...]:
+        """Return what the next chunk attends to."""
+        return self.past
+
+
+@dataclass
+class RollingSink(WanCache):
+    """A cache whose sink is turned along with the window, as Reward Forcing (arXiv:2512.04678) numbers cached frames.
+
+    A rotary embedding is a rotation: the sink's keys at frame s, turned by n frames, are those at s + n up to rounding.
+    """
+
+    positions: "_Positions" = field(kw_only=True)
+
+    def attended(self) -> tuple[Finished, ...]:
+        by = self.seen - self.chunks.window_frames
+        return self.past if by <= 0 else tuple(self._moved(chunk, by) for chunk in self.past)
+
+    def _moved(self, chunk: Finished, by: int) -> Finished:
+        turns = [by if frame < self.chunks.sink_frames else 0 for frame in chunk.frames]
+        if not any(turns):
+            return chunk
+        return replace(chunk, own=[(self.positions.turned(key, turns), value) for key, value in chunk.own])
 
 
 class Cached(NamedTuple):
@@ -100,7 +125,7 @@ class CausalWanModel(WanModel):
         own.seen += len(frames)
 
     def open_cache(self, chunks: ChunkConfig) -> WanCache:
-        return WanCache(chunks)
+        return RollingSink(chunks, positions=self._positions) if chunks.rolling_sink else WanCache(chunks)
 
     def cache_bytes(self, latent_shape: tuple[int, int, int, int], chunks: ChunkConfig, dtype: torch.dtype) -> int:
         """Return the memory of one sample's full cache on this rank when passes compute in `dtype`.
@@ -175,9 +200,17 @@ class _Positions(nn.Module):
         _, patch_height, patch_width = self._rope.patch_size
         height, width = x.shape[3] // patch_height, x.shape[4] // patch_width
         at = torch.tensor(frames).to(x.device, non_blocking=True)
-        rope = self._rope
-        cos, sin = (self._by_token(table, at, height, width) for table in (rope.freqs_cos, rope.freqs_sin))
+        cos, sin = self._angles(at, height, width)
         return Pass(cos, sin, mask, *cached)
+
+    def turned(self, keys: PastKeys, by: Sequence[int]) -> PastKeys:
+        """Turn keys of finished frames further, those of each frame by its number of frames."""
+        at = torch.tensor(by).repeat_interleave(keys.shape[1] // len(by)).to(keys.device, non_blocking=True)
+        return rotate(keys.float(), Pass(*self._angles(at, 1, 1))).to(keys)
+
+    def _angles(self, at: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+        cos, sin = self._rope.freqs_cos, self._rope.freqs_sin
+        return self._by_token(cos, at, height, width), self._by_token(sin, at, height, width)
 
     def _by_token(self, table: Tensor, at: Tensor, height: int, width: int) -> Float[Tensor, "1 n 1 d"]:
         by_frame, by_row, by_column = table.split([self._rope.t_dim, self._rope.h_dim, self._rope.w_dim], 1)
@@ -191,7 +224,7 @@ def _next_frames(x: Latents, cache: WanCache) -> list[int]:
 
 def _attended(cache: WanCache) -> Cached:
     """What a pass that begins now attends to."""
-    return Cached(cache.past, None if torch.is_grad_enabled() else cache.text)
+    return Cached(cache.attended(), None if torch.is_grad_enabled() else cache.text)
 
 
 def _pairs(

@@ -61,6 +61,7 @@ class Sampler:
     independent_first_frame: bool  # the first latent frame is a chunk of its own
     window_frames: int  # finished latent frames that a chunk attends to, the sink included; 0: all
     sink_frames: int  # first latent frames that always stay among them
+    rolling_sink: bool  # whether a video that outgrows the window moves them along
     context_noise: float  # noise level at which finished chunks are attended to
 
     def ranges(self, frames: int) -> list[tuple[int, int]]:
@@ -317,7 +318,7 @@ class Networks:
         boundary = sampler.boundary or 0.0
         self.high, self.low = pipeline.transformer, pipeline.transformer_2
         running = [self.high] * (sampler.sigmas[0] >= boundary) + [self.low] * (sampler.sigmas[-2] < boundary)
-        self.caches = [KVCache(network) for network in running] if sampler.chunk_frames else []
+        self.caches = [KVCache(network, sampler.rolling_sink) for network in running] if sampler.chunk_frames else []
         self._norms = [layer for network in running for layer in network.modules() if isinstance(layer, nn.RMSNorm)]
         sparse, flow_maps = (running if has else [] for has in (sampler.sparse_share, sampler.flow_map))
         self.opened: list[KVCache | SparseAttention | FlowMap] = [
@@ -367,9 +368,9 @@ class Networks:
 class KVCache:
     """While it is open, a network attends to the finished chunks that were appended, at absolute positions."""
 
-    def __init__(self, network: WanTransformer3DModel) -> None:
+    def __init__(self, network: WanTransformer3DModel, rolling_sink: bool) -> None:
         self.network, self.seen = network, 0  # latent frames finished so far
-        self.layers = [CachedAttention() for _ in network.blocks]
+        self.layers = [RollingSink() if rolling_sink else CachedAttention() for _ in network.blocks]
         self._before = [block.attn1.processor for block in network.blocks]
 
     def open(self) -> None:
@@ -431,6 +432,31 @@ class CachedAttention:
         if not self.past:
             return self.latest
         return [torch.cat(parts, 1) for parts in zip(self.past, self.latest, strict=True)]
+
+
+class RollingSink(CachedAttention):
+    """Attention whose keys of the sink are turned by as many frames as the video is longer than the window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sink = self.turn = 0  # in tokens
+
+    def __call__(self, attn: WanAttention, x: Tensor, text: None, mask: None, rope: tuple[Tensor, Tensor]) -> Tensor:
+        past = self.past
+        if self.turn:
+            (key, value), first = past, slice(self.turn, self.turn + 1)  # the first token of a frame: row 0, column 0
+            sink = rotate(key[:, : self.sink].float(), *(table[:, first] for table in rope)).to(key)
+            self.past = [torch.cat([sink, key[:, self.sink :]], 1), value]
+        out = super().__call__(attn, x, text, mask, rope)
+        self.past = past
+        return out
+
+    def append(self, frames: int, window: int, sink: int) -> None:
+        """Keep the latest keys and values as they are, and count by how much those of the sink are turned from now."""
+        before = self.past[0].shape[1] if self.past else 0
+        super().append(frames, window, sink)
+        tokens = self.latest[0].shape[1]
+        self.sink, self.turn = sink * tokens // frames, self.turn + before + tokens - self.past[0].shape[1]
 
 
 def in_float32(_norm: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:

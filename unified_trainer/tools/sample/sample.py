@@ -56,6 +56,7 @@ def sample(
     recache: bool = False,
     window_frames: FramesOrZero | None = None,
     sink_frames: FramesOrZero | None = None,
+    rolling_sink: bool = False,
     device: Device = "auto",
     base: Path | None = None,
 ) -> None:
@@ -79,6 +80,7 @@ def sample(
         window_frames: Finished latent frames that a causal student attends to; by default the run's. A video longer
             than the run's, of a run without a window, has the longest past of the run.
         sink_frames: Number of them that are always the first frames of the video; by default the run's.
+        rolling_sink: Move them along with a video that outgrows the window, also if the run does not.
         device: Device to run on.
         base: Pipeline folder that the student started from, if it is no longer where the run found it.
     """
@@ -88,7 +90,7 @@ def sample(
     loaded = load_role(run, "student", base, Mesh.join(device), causal=True)
     lines = [line for line in with_images(loaded, prompts, lines, given) for _ in range(num_samples)]
     stems = [f"{VIDEOS}/{name}" for name in of_prompts(lines, num_samples)] if prompt_names else range(len(lines))
-    loaded = of_length(loaded, frames, window_frames, sink_frames, min(batch, len(lines)))
+    loaded = of_length(loaded, frames, window_frames, sink_frames, min(batch, len(lines)), rolling=rolling_sink)
     if stream and not loaded.run.sampler.chunks.causal:
         raise UserError(f"--stream needs a causal student, but {run} generates all frames at once: leave it out")
     if recache and not stream:
@@ -125,8 +127,10 @@ def of_prompts(requests: Sequence[Request], count: int) -> list[str]:
     return names
 
 
-def of_length(loaded: LoadedRole, frames: int, window: int | None, sink: int | None, batch: int) -> LoadedRole:
-    """Set the number of frames and the attention window of a loaded student; None and 0 keep the run's.
+def of_length(
+    loaded: LoadedRole, frames: int, window: int | None, sink: int | None, batch: int, *, rolling: bool = False
+) -> LoadedRole:
+    """Set the number of frames and the attention window of a loaded student; None, 0 and False keep the run's.
 
     For videos longer than the run's, a causal student without a window gets the longest past of its run as window.
     Raise UserError for settings that cannot be, or for a cache that does not fit in memory.
@@ -135,16 +139,16 @@ def of_length(loaded: LoadedRole, frames: int, window: int | None, sink: int | N
     video = dataclasses.replace(run.video, frames=frames or run.video.frames)
     shape = loaded.family.latent_shape(loaded.base, video.frames, video.height, video.width)
     if not chunks.causal:
-        if window is not None or sink is not None:
-            raise UserError("--window-frames and --sink-frames are for causal students: leave them out")
+        if window is not None or sink is not None or rolling:
+            raise UserError("--window-frames, --sink-frames and --rolling-sink are for causal students: leave them out")
         return dataclasses.replace(loaded, run=dataclasses.replace(run, video=video))
     frames_of_run = loaded.family.latent_shape(loaded.base, run.video.frames, video.height, video.width)[1]
     if window is None:
         window = chunks.window_frames or (frames_of_run - chunks.chunk_frames if shape[1] > frames_of_run else 0)
     sink = (chunks.sink_frames if window else 0) if sink is None else sink
-    sampler = dataclasses.replace(
-        run.sampler, chunks=dataclasses.replace(chunks, window_frames=window, sink_frames=sink)
-    )
+    rolling = rolling or (chunks.rolling_sink and sink > 0)
+    chunks = dataclasses.replace(chunks, window_frames=window, sink_frames=sink, rolling_sink=rolling)
+    sampler = dataclasses.replace(run.sampler, chunks=chunks)
     sampler.check()
     sampler.chunks.ranges(shape[1])
     run = dataclasses.replace(run, video=video, sampler=sampler)
