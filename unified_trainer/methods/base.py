@@ -125,6 +125,7 @@ class MethodConfig:
     """A method's own settings: a frozen dataclass with a default and a docstring for every field."""
 
     needs_pairs: ClassVar[bool] = False  # whether batches must hold a rejected clip beside each clip
+    masks_chunks: ClassVar[bool] = True  # whether a causal student is trained on all chunks in one masked pass
 
     @property
     def needs_clips(self) -> bool:

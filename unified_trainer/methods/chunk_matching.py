@@ -1,6 +1,7 @@
 """A causal student's rollouts in the methods that match them: settings, exit steps, and the frames with a gradient."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -23,6 +24,7 @@ from unified_trainer.sampling.solver import SamplerConfig, trainable_steps
 class ChunkMatchingConfig(MatchingConfig):
     """Settings of the methods that match a causal student's own rollouts."""
 
+    masks_chunks: ClassVar[bool] = False
     same_step_across_chunks: bool = True
     """Draw one exit step for all chunks of a rollout instead of one for each."""
     last_step_only: bool = False

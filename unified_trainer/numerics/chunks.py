@@ -49,6 +49,15 @@ class ChunkConfig:
         if self.rolling_sink and not self.sink_frames:
             raise UserError("sampler.chunks.rolling_sink needs sampler.chunks.sink_frames: without a sink none moves")
 
+    def check_masked(self, frames: int) -> None:
+        """Raise UserError if one masked pass over all chunks cannot do what passes through the cache do."""
+        last, window = self.ranges(frames)[-1][0], self.window_frames
+        if self.rolling_sink and last > window:
+            raise UserError(
+                f"sampler.chunks.rolling_sink cannot be in one masked pass over all chunks, where the sink of each is "
+                f"elsewhere: set it to false, or sampler.chunks.window_frames to {last} or more, not {window}"
+            )
+
     def ranges(self, frames: int) -> list[tuple[int, int]]:
         """Return (start, stop) of every chunk in latent frames, stop exclusive.
 
@@ -110,12 +119,7 @@ def _own_mask(chunks: ChunkConfig, frames: int) -> Bool[Tensor, "t t"]:
 
 
 def _past_mask(chunks: ChunkConfig, frames: int) -> Bool[Tensor, "t t"]:
-    last, window = chunks.ranges(frames)[-1][0], chunks.window_frames
-    if chunks.rolling_sink and last > window:
-        raise UserError(
-            f"sampler.chunks.rolling_sink cannot be in one masked pass over all chunks, where the sink of each is "
-            f"elsewhere: set it to false, or sampler.chunks.window_frames to {last} or more, not {window}"
-        )
+    chunks.check_masked(frames)
     mask = torch.zeros(frames, frames, dtype=torch.bool)
     for (start, stop), seen in zip(chunks.ranges(frames), chunks.visible_frames(frames), strict=True):
         mask[start:stop, seen] = True

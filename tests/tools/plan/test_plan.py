@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from helpers import OF_CLIPS, OF_SAMPLES, REPO, checkpoint_of
+from helpers import ALONE, OF_CLIPS, OF_SAMPLES, REPO, checkpoint_of
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
@@ -187,6 +187,8 @@ def test_plan_refuses_flags_that_a_run_would_not_read(capsys, words, said):
     assert said in capsys.readouterr().err
 
 
+ROLLING = "--sampler.chunks.chunk-frames 1 --sampler.chunks.window-frames 2 --sampler.chunks.sink-frames 1 "
+ROLLING += "--sampler.chunks.rolling-sink"
 REFUSED = {  # flags that a start of dance_grpo refuses, with words of the message
     "--student.lr-schedule cosine --student.lr-decay-updates 0": "student.lr_schedule cosine needs student.lr_decay",
     "--keep-best 2 --validate-every 0": "keep_best 2 needs validations to compare",
@@ -197,6 +199,7 @@ REFUSED = {  # flags that a start of dance_grpo refuses, with words of the messa
     "--algorithm.kernel ode": "algorithm.kernel must be stochastic, not ode",
     "--video.frames 8": "video.frames must be 4k + 1 for this VAE, not 8: set 5 or 9",
     "--video.height 40": "video.height must be a multiple of 16 for this VAE, not 40: set 32 or 48",
+    f"--video.frames 17 {ROLLING}": "sampler.chunks.rolling_sink cannot be in one masked pass over all chunks",
 }
 
 
@@ -210,6 +213,15 @@ def test_a_rank_may_have_one_sample_of_a_group(method):
     assert alone.model_flops == pytest.approx(pairs.model_flops)
     assert alone.calls["student"]["samples"] == pairs.calls["student"]["samples"] / 2
     assert 2 * alone.counts.kept == pairs.counts.kept
+
+
+@pytest.mark.parametrize("frames", [9, 17])
+def test_a_rolling_sink_may_outgrow_the_window_in_methods_that_train_through_the_cache(frames):
+    """In others a video that ends with the window may have one: its masked pass is what the cache does."""
+    words = ["--recipe", "tiny", "--video.frames", str(frames), *ROLLING.split()]
+    check(parse(["--method", "self_forcing", *words]), ALONE)
+    if frames == 9:
+        check(parse(["--method", "dance_grpo", *words]), ALONE)
 
 
 @pytest.mark.slow

@@ -181,6 +181,8 @@ def _latent_shapes(run: RunConfig, family: Family, folder: Path) -> tuple[Shape,
     shapes = [family.latent_shape(folder, own.video.frames, own.video.height, own.video.width) for own in runs]
     for own, shape in zip(runs, shapes, strict=True):
         check_sampling(own, shape)
+    if run.sampler.chunks.causal and run.algorithm.masks_chunks:
+        run.sampler.chunks.check_masked(shapes[0][1])
     return shapes[0], shapes[1]
 
 
