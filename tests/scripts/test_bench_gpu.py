@@ -2,9 +2,11 @@
 
 import json
 import math
+import multiprocessing
 import os
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,7 +49,20 @@ def test_no_row_begins_after_the_time(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_sections_that_fail_do_not_end_the_others(tmp_path, monkeypatch):
-    """One ends its process, one never ends, one raises; the rows that they measured before stay."""
+    """One ends its process, one never ends, one raises; the rows that they measured before stay.
+
+    The time limit of the one that never ends is the moment at which it has measured its row.
+    """
+    forks = multiprocessing.get_context("fork")
+    measuring, hanging = forks.Pipe(duplex=False)
+
+    class Process(forks.Process):
+        def __init__(self, target, args):
+            super().__init__(target=target, args=args)
+            self.hangs = args[0] == "hangs"
+
+        def join(self, timeout=None):
+            super().join(measuring.recv() if self.hangs and timeout else timeout)
 
     def dies(measured):
         measured.row("dies", "before", lambda: {"ms": 1})
@@ -55,16 +70,17 @@ def test_sections_that_fail_do_not_end_the_others(tmp_path, monkeypatch):
 
     def hangs(measured):
         measured.row("hangs", "before", lambda: {"ms": 2})
+        hanging.send(0.0)
         signal.pause()
 
     def works(measured):
         measured.row("works", "row", lambda: {"ms": 3})
 
-    monkeypatch.setattr(bench_gpu, "START", "fork")  # the process gets what is replaced here
+    contexts = SimpleNamespace(get_context=lambda start: SimpleNamespace(Process=Process))
+    monkeypatch.setattr(bench_gpu, "multiprocessing", contexts)  # a forked process gets what is replaced here
     monkeypatch.setattr(bench_gpu, "write", lambda *_: None)
     monkeypatch.setattr(bench_gpu, "SECTIONS", {"dies": dies, "hangs": hangs, "works": works})
-    monkeypatch.setattr(bench_gpu, "SHARES", {"dies": 1, "hangs": 1 / 400, "works": 1})
-    monkeypatch.setattr(bench_gpu, "GRACE", 0.0)
+    monkeypatch.setattr(bench_gpu, "SHARES", {"dies": 1, "hangs": 1, "works": 1})
     with pytest.raises(SystemExit):
         bench_gpu.main(tmp_path, toy=True)
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
