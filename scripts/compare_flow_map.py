@@ -1,4 +1,4 @@
-"""This script compares students of the tiny world that sample in 1, 2, 4 and 8 steps: flow_map, consistency and dmd2.
+"""This script compares students of the tiny world in 1, 2, 4 and 8 steps: flow_map, consistency, dmd2 and rcm.
 
     python scripts/compare_flow_map.py --seeds 0 1 2
 
@@ -16,11 +16,12 @@ import tyro
 
 from unified_trainer.data.prompts import validation_captions
 
-TRAIN = "--algorithm.guidance-scale 2 --validate-every 0 --checkpoint-every 0 --steps 200"
+TRAIN = "--algorithm.guidance-scale 2 --validate-every 0 --checkpoint-every 0"
 KINDS = {  # how a kind is trained, and the solver that it is sampled with
     "flow_map": ("--method flow_map", "ode"),
     "consistency": ("--method consistency", "sde"),
     "dmd2": ("--method dmd2", "sde"),
+    "rcm": ("--method rcm", "sde"),
 }
 COUNTS = (1, 2, 4, 8)
 COLUMNS = ("reward", "accuracy", "frechet")
@@ -30,6 +31,7 @@ def main(
     output: Path = Path("runs/compare_flow_map"),
     seeds: tuple[int, ...] = (0, 1, 2),
     kinds: tuple[str, ...] = tuple(KINDS),
+    steps: int = 200,
 ) -> None:
     """Run what is missing, and print the table.
 
@@ -37,6 +39,7 @@ def main(
         output: folder of the runs
         seeds: seeds of the runs
         kinds: rows of the table, besides the teacher
+        steps: training steps of each student
     """
     output.mkdir(parents=True, exist_ok=True)
     (output / "prompts.txt").write_text("\n".join(validation_captions(48)) + "\n", encoding="utf-8")
@@ -45,7 +48,7 @@ def main(
     for seed in seeds:
         for kind in kinds:
             run, (method, solver) = output / f"{kind}-{seed}", KINDS[kind]
-            train(run, method, seed)
+            train(run, method, seed, steps)
             sampled = [f"{run}:ema,num_steps={count},solver={solver}" for count in COUNTS]
             rows.setdefault(kind, []).append(measured(run.with_name(f"{run.name}-eval"), sampled, output))
     sys.stdout.write(f"| student | steps | {' | '.join(COLUMNS)} |\n|{' --- |' * (2 + len(COLUMNS))}\n")
@@ -55,13 +58,13 @@ def main(
             sys.stdout.write(f"| {' | '.join([kind, str(count), *cells])} |\n")
 
 
-def train(folder: Path, method: str, seed: int) -> None:
+def train(folder: Path, method: str, seed: int, steps: int) -> None:
     """Train a student unless it is trained."""
     if (folder / "config.yaml").is_file():
         words = ["--resume", str(folder)]
     else:
-        words = [*method.split(), *TRAIN.split(), "--seed", str(seed), "--output", str(folder)]
-    if not list(folder.glob("checkpoints/*200")):
+        words = [*method.split(), *TRAIN.split(), "--steps", str(steps), "--seed", str(seed), "--output", str(folder)]
+    if not list(folder.glob(f"checkpoints/step_{steps}")):
         subprocess.run([sys.executable, "-m", "unified_trainer", *words], check=True)
 
 

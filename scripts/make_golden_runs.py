@@ -67,6 +67,7 @@ RUNS = {
     "--algorithm.kl-coefficient 0.1 --algorithm.kl-guidance-scale 2",
     "online_dpo": f"--method online_dpo {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 0 --sampler.num-steps 3",
     "flow_dpo": f"--method flow_dpo {SHORT} {CLIPS} --steps 2",
+    "rcm": f"--method rcm {SHORT} {CLIPS} --steps 2 --algorithm.student-every 2",
     "flow_map": f"--method flow_map {SHORT} {CLIPS} --steps 2",
     "distill_rl": f"--method distill_rl {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 0 --sampler.num-steps 3 "
     "--algorithm.tilt.beta 2 --algorithm.reward-gradient.weight 0.1 --algorithm.critic-updates 2",

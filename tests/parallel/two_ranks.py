@@ -44,6 +44,7 @@ from unified_trainer.methods.dance_ppo import DancePPOConfig
 from unified_trainer.methods.dmd2 import DMD2Config
 from unified_trainer.methods.finetune import FinetuneConfig
 from unified_trainer.methods.flow_dpo import FlowDPO, FlowDPOConfig, OnlineDPO, OnlineDPOConfig
+from unified_trainer.methods.rcm import RCM, RCMConfig
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.backbone import Backbone
@@ -75,7 +76,7 @@ DYNAMIC_SAMPLING = DanceGRPOConfig(
 )
 # dmd2_shared: adapters over one base, recomputed activations.
 METHODS = ("finetune", "dance_grpo", "dance_ppo", "dynamic_sampling", "dmd2", "dmd2_shared")
-METHODS += ("dmd2_sid", "dmd2_decoupled", "awm", "crd", "flow_dpo", "online_dpo")
+METHODS += ("dmd2_sid", "dmd2_decoupled", "awm", "crd", "rcm", "flow_dpo", "online_dpo")
 ONE_UPDATE = SIZES | {"prompts_per_update": 2}
 FORWARD = {  # a method on noised samples: its class and its settings
     "awm": (AWM, AWMConfig(**ONE_UPDATE)),
@@ -95,6 +96,9 @@ def trainer(method: str, mesh: Mesh, *, moves: bool = False) -> Trainer:
         return finetune(config, **recorder)
     if method == "flow_dpo":
         return on_pairs(FlowDPOConfig(batch_size=4, micro_batch=1, beta=20.0), **recorder)
+    if method == "rcm":
+        config = RCMConfig(batch_size=4, micro_batch=1, guidance_scale=2.0, student_every=1, teacher_steps=6)
+        return dmd2(config, kind=RCM, **recorder)
     if method.startswith("dmd2"):
         shared, direction = method == "dmd2_shared", method.removeprefix("dmd2_")
         if direction in ("sid", "decoupled"):

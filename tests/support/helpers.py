@@ -30,10 +30,11 @@ from unified_trainer.basics.requests import Request
 from unified_trainer.data.clips import Clips
 from unified_trainer.data.loader import Loader, make_batch
 from unified_trainer.data.prompts import Prompts
-from unified_trainer.methods.base import MethodSetup
+from unified_trainer.methods.base import Method, MethodSetup
 from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.dance_ppo import DancePPO, DancePPOConfig
-from unified_trainer.methods.dmd2 import DMD2, DMD2Config
+from unified_trainer.methods.distribution_matching import MatchingConfig
+from unified_trainer.methods.dmd2 import DMD2
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
 from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.methods.rl.rollouts import LocalRollouts
@@ -423,8 +424,9 @@ def replicated(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def dmd2(
-    config: DMD2Config,
+    config: MatchingConfig,
     *,
+    kind: type[Method] = DMD2,
     sampler: SamplerConfig = FEW_STEPS,
     shared: bool = False,
     checkpointing: bool = False,
@@ -433,7 +435,10 @@ def dmd2(
     mesh: Mesh = ALONE,
     seed: int = 0,
 ) -> Trainer:
-    """A trainer of three small networks, or of one that they share by adapters; student and critic record."""
+    """A trainer of three small networks, or of one that they share by adapters; student and critic record.
+
+    `kind` is dmd2, or another method with its roles.
+    """
     if shared:
         names = dict.fromkeys(("student", "teacher", "critic"), adapted(mesh, checkpointing=checkpointing))
     else:
@@ -448,7 +453,7 @@ def dmd2(
     for i, weight in enumerate(critic._heads[""].parameters()):  # at its start, zero, it teaches the student nothing
         value = torch.randn(weight.shape, generator=torch.Generator().manual_seed(i))
         weight.data.copy_(replicated(value, weight))
-    method = DMD2(
+    method = kind(
         config, sampler, student=student, teacher=Frozen("teacher", names["teacher"], RoleConfig()), critic=critic
     )
     source = random_clips(8) if config.needs_clips else Prompts(Request.of(CAPTIONS))

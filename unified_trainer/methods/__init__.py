@@ -15,6 +15,7 @@ METHODS = {  # as text: `registry.method_named` imports the one that is asked fo
     "long_self_forcing": "unified_trainer.methods.long_self_forcing:LongSelfForcing",
     "ode_init": "unified_trainer.methods.ode_init:ODEInit",
     "online_dpo": "unified_trainer.methods.flow_dpo:OnlineDPO",
+    "rcm": "unified_trainer.methods.rcm:RCM",
     "reward_gradient": "unified_trainer.methods.reward_gradient:RewardGradient",
     "self_forcing": "unified_trainer.methods.self_forcing:SelfForcing",
     "streaming_tuning": "unified_trainer.methods.streaming_tuning:StreamingTuning",

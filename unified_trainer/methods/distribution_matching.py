@@ -23,7 +23,8 @@ from unified_trainer.numerics.flow import (
 )
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.critic import Critic
-from unified_trainer.roles.role import Frozen
+from unified_trainer.roles.role import Frozen, Trainable
+from unified_trainer.sampling.solver import SamplerConfig, predict_at, trainable_steps
 
 Sample = Callable[[Batch, Streams, str], Latents]  # the student's samples; the text names what they are for
 
@@ -217,6 +218,17 @@ class DistributionMatching:
 
     def _noise_levels(self, name: str, batch: Batch, rng: Streams) -> tuple[Tensor, float]:
         return self.critic.draw_noise_levels(name, batch.sample_ids, rng, self.config.tau_law, self.teacher)
+
+
+def simulated(student: Trainable, sampler: SamplerConfig, batch: Batch, rng: Streams, purpose: str) -> Latents:
+    """Return the x0 of samples from noise at a step of the sampler, drawn equal on all ranks; its call has a graph."""
+
+    def draw(name: str | int) -> Latents:
+        return rng.noise(f"{purpose} {name}", batch.sample_ids, batch.latent_shape).to(student.device)
+
+    exits = trainable_steps(student, sampler)
+    last = exits[int(rng.shared.integers(len(exits)))]
+    return predict_at(student, draw("noise"), batch, sampler, draw, last)
 
 
 def matching_losses(

@@ -12,6 +12,7 @@ from unified_trainer.methods.distribution_matching import (
     distribution_matching_gradient,
     distribution_matching_loss,
     matching_losses,
+    simulated,
 )
 from unified_trainer.methods.score_directions import matching_of
 from unified_trainer.numerics.flow import add_noise, x0_from_velocity
@@ -19,7 +20,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen, Trainable
-from unified_trainer.sampling.solver import SamplerConfig, predict_at, trainable_steps
+from unified_trainer.sampling.solver import SamplerConfig
 
 __all__ = ["DMD2", "DMD2Config", "distribution_matching_gradient", "distribution_matching_loss"]
 
@@ -57,16 +58,10 @@ class DMD2(Method):
 
     def _sample(self, batch: Batch, rng: Streams, purpose: str) -> Latents:
         """Sample from noise up to a step drawn equal on all ranks, or from noised clips at a step for each clip."""
-        steps = self.sampler.num_steps
-
-        def draw(name: str | int) -> Latents:
-            return rng.noise(f"{purpose} {name}", batch.sample_ids, batch.latent_shape).to(self.student.device)
-
         if self.config.rollout == "simulate":
-            exits = trainable_steps(self.student, self.sampler)
-            last = exits[int(rng.shared.integers(len(exits)))]
-            return predict_at(self.student, draw("noise"), batch, self.sampler, draw, last)
-        rows = (rng.uniform(f"{purpose} step", batch.sample_ids) * steps).long()
+            return simulated(self.student, self.sampler, batch, rng, purpose)
+        rows = (rng.uniform(f"{purpose} step", batch.sample_ids) * self.sampler.num_steps).long()
         sigma = self.sampler.sigmas()[rows]
-        x_t = add_noise(batch.latents, draw("noise"), sigma)
+        noise = rng.noise(f"{purpose} noise", batch.sample_ids, batch.latent_shape).to(self.student.device)
+        x_t = add_noise(batch.latents, noise, sigma)
         return x0_from_velocity(x_t, self.student.velocity(x_t, sigma, batch.cond), sigma)

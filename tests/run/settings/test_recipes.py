@@ -96,7 +96,9 @@ IMAGELESS = {
     "flow_dpo": "needs a student without condition images",
     **dict.fromkeys(CAUSAL, "a causal student takes no condition image"),
 }
-NOT_STORED = dict.fromkeys(("finetune", "consistency", "flow_map"), "clips in parquet files hold no first frames")
+NOT_STORED = dict.fromkeys(
+    ("finetune", "consistency", "rcm", "flow_map"), "clips in parquet files hold no first frames"
+)
 
 
 def with_images(run: settings.RunConfig, prompts) -> settings.RunConfig:

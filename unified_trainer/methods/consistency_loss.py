@@ -1,0 +1,55 @@
+"""The loss of a student that is consistent along the teacher's ODE, and its settings (arXiv:2303.01469)."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from unified_trainer.basics.ranges import Positive, Shift, at_least
+from unified_trainer.basics.types import Batch, PerFrame, PerSample
+from unified_trainer.numerics.flow import GuidanceScale, add_noise, per_sample, sigma_table, x0_from_velocity
+from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.causal import TeacherForced
+from unified_trainer.roles.role import Role
+
+
+@dataclass(frozen=True)
+class AlongTeacherConfig:
+    """Settings of the teacher's ODE and of the distance along it."""
+
+    teacher_steps: Annotated[int, at_least(2, 1000)] = 30
+    """Steps of the teacher's ODE; the student is consistent across each."""
+    teacher_shift: Shift = 5.0
+    """Shift of the teacher's noise levels towards noise."""
+    huber: Positive = 0.01
+    """Constant c of the loss sqrt(d^2 + c^2) - c per element (arXiv:2310.14189); a large c gives squared error."""
+
+
+def consistency_loss(
+    config: AlongTeacherConfig,
+    guidance_scale: GuidanceScale,
+    student: Role | TeacherForced,
+    teacher: Role | TeacherForced,
+    batch: Batch,
+    uniform: PerSample | PerFrame,
+    rng: Streams,
+) -> Float[Tensor, ""]:
+    """Return d(x0(x_sigma), sg x0(x_next)) of noised clips, where x_next is one Euler step of the guided teacher.
+
+    `uniform` in [0, 1) says of each clip, or of each of its frames, which of the teacher's noise levels it has.
+    """
+    table = sigma_table(config.teacher_steps, config.teacher_shift)
+    rows = (uniform * config.teacher_steps).long()
+    sigma, sigma_next = table[rows], table[rows + 1]
+    noise = rng.noise("noise", batch.sample_ids, batch.latent_shape).to(batch.latents)
+    x_t = add_noise(batch.latents, noise, sigma)
+    with torch.no_grad():
+        velocity = teacher.guided_velocity(x_t, sigma, batch.cond, batch.uncond, guidance_scale)
+        x_next = x_t + per_sample(sigma_next - sigma, x_t) * velocity
+        # At sigma 0 the prediction is x_next itself: the boundary condition.
+        target = x0_from_velocity(x_next, student.velocity(x_next, sigma_next, batch.cond), sigma_next)
+    x0 = x0_from_velocity(x_t, student.velocity(x_t, sigma, batch.cond), sigma)
+    c = config.huber
+    return (((x0 - target).square() + c * c).sqrt() - c).mean()
