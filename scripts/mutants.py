@@ -30,7 +30,7 @@ from rich.console import Console
 REPO = Path(__file__).resolve().parents[1]
 MUTANTS = REPO / "tests" / "mutants" / "mutants.toml"
 DOCUMENTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
-COPIED = ("unified_trainer", "tests", "scripts", "docs", "pyproject.toml", "Makefile", *DOCUMENTS)
+COPIED = ("unified_trainer", "tests", "scripts", "docs", "examples", "pyproject.toml", "Makefile", *DOCUMENTS)
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.M)
 TIMEOUT = 900  # seconds for the tests of one mutant
 CHECK = ("-m", "not slow and not ranks and not kill", "tests")
