@@ -3,6 +3,8 @@
 import math
 
 import pytest
+import torch
+import torch.distributed as dist
 from helpers import CPU, SMALL, small_model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,3 +111,18 @@ def test_ranks_that_torchrun_did_not_start_are_told_so(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match="WORLD_SIZE is 2, but RANK, MASTER_ADDR, MASTER_PORT is not set: start"):
         Mesh.join("cpu")
+
+
+def test_transposed_rows_are_gathered_in_contiguous_parts(monkeypatch):
+    """NCCL takes no others; gloo, which tests have, does."""
+
+    def all_gather(parts, rows, group):
+        assert all(part.is_contiguous() for part in (*parts, rows))
+        for part in parts:
+            part.copy_(rows)
+
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    monkeypatch.setattr(Mesh, "data_size", 2)
+    monkeypatch.setattr(Mesh, "_group", lambda mesh, axis: None)
+    rows = torch.arange(6.0).reshape(2, 3).T
+    assert torch.equal(Mesh(CPU).gather(rows), torch.cat([rows, rows]))

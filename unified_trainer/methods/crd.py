@@ -114,6 +114,6 @@ class CRD(OldPolicyMethod):
 def log_likelihood(velocity: Latents, samples: NoisedSamples) -> PerSample:
     """Return -mean e^2 / mean |e| of each sample, e = v - (noise - x0), the divisor without gradient.
 
-    It takes the place of a log-density, up to a constant (arXiv:2603.14128); in the widest dtype of its device.
+    It takes the place of a log-density, up to a constant (arXiv:2603.14128); in float32 or wider.
     """
     return -relative_error(promote(velocity), promote(samples.noise - samples.x0))

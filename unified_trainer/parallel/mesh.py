@@ -194,8 +194,9 @@ class Mesh:
         """
         if self.data_size == 1:
             return rows
+        rows = rows.contiguous()  # so are the parts, as NCCL wants them
         parts = [torch.empty_like(rows) for _ in range(self.data_size)]
-        dist.all_gather(parts, rows.contiguous(), group=self._group("data"))
+        dist.all_gather(parts, rows, group=self._group("data"))
         return torch.cat(parts)
 
     def all_gather_cpu(self, rows: Tensor) -> Tensor:
