@@ -70,7 +70,7 @@ class CRD(OldPolicyMethod):
         def loss_at(minibatch: Minibatch, s: int, last: bool) -> MinibatchLoss:
             samples = self.noised(update, minibatch, s)
             velocity = self.velocity(self.student, samples)
-            target, gap = measured[s][:, minibatch.rows].to(velocity.device, non_blocking=True)
+            target, gap = measured[s][:, minibatch.rows]
             residual = beta * log_likelihood(velocity, samples) - target
             return self.weighted(minibatch, samples, velocity, clip / beta * residual.square(), {"policy_gap": gap})
 
@@ -88,12 +88,11 @@ class CRD(OldPolicyMethod):
         targets, gaps, residuals = torch.stack(passes, 1)  # each [levels, samples of the minibatches]
         rows, weights = (torch.cat([getattr(part, name) for part in minibatches]) for name in ("rows", "weights"))
         ids = torch.tensor(update.samples.batch.prompt_ids)[rows]
-        of_all = (mesh.gather(x.to(residuals.device)).cpu() for x in (residuals.T, ids, weights))
+        of_all = (mesh.gather(x.to(residuals.device, non_blocking=True)) for x in (residuals.T, ids, weights))
         means = group_means(*of_all)[mesh.data_rank * len(rows) :][: len(rows)].T
-        measured = torch.zeros(len(update.levels), 2, len(update.samples.batch), dtype=residuals.dtype)
-        real = weights > 0
-        values = torch.stack([targets.cpu() + means, gaps.cpu()], 1)
-        measured[:, :, rows[real]] = values[:, :, real].to(measured)
+        measured = residuals.new_zeros(len(update.levels), 2, len(update.samples.batch))
+        real = (weights > 0).nonzero().flatten()  # rows of padding stand for others
+        measured[:, :, rows[real]] = torch.stack([targets + means, gaps], 1)[:, :, real]
         return measured
 
     def _pass(self, update: Update, minibatch: Minibatch, s: int) -> Float[Tensor, "3 m"]:

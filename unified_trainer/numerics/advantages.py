@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from unified_trainer.basics.types import widest
+
 Estimator = Literal["grpo", "dr_grpo", "rloo", "global", "global_std", "largest_std", "gdpo"]
 Ids = Sequence[Hashable] | Tensor  # prompt id of each sample; equal ids are one group
 EPS = 1e-8  # added to a standard deviation
@@ -70,11 +72,14 @@ def group_advantages(
 def group_means(
     values: Float[Tensor, "b k"], prompt_ids: Int[Tensor, " b"], weights: Float[Tensor, " b"]
 ) -> Float[Tensor, "b k"]:
-    """Return for each sample the weighted means of its group's k values; 0 for a group of weight 0; float64."""
-    group = prompt_ids.unique(return_inverse=True)[1]
-    weighed = torch.cat([weights[:, None] * values, weights[:, None]], 1).double()
-    sums = torch.zeros_like(weighed).index_add_(0, group, weighed)[group]
-    return sums[:, :-1] / sums[:, -1:].where(sums[:, -1:] > 0, 1.0)
+    """Return for each sample the weighted means of its group's k values; 0 for a group of weight 0.
+
+    Computed in the widest dtype of the device, from which nothing is read, and returned in that of `values`.
+    """
+    dtype, values = values.dtype, values.to(widest(values.device))
+    shares = torch.where(prompt_ids[:, None] == prompt_ids, weights, 0.0).to(values)
+    total = shares.sum(1, keepdim=True)
+    return (shares @ values / total.where(total > 0, 1.0)).to(dtype)
 
 
 def tilt_weights(
