@@ -85,7 +85,9 @@ SIZE |= {"sampler.num-steps": 3, "validate-every": 0, "student.learning-rate": 1
 SINGLE = {"algorithm.batch-size": 2, "algorithm.micro-batch": 1}
 GROUPS = {"algorithm.num-prompts": 2, "algorithm.num-samples": 2, "algorithm.prompts-per-update": 2}
 GROUPS |= {"algorithm.rollout-batch": 2, "algorithm.update-batch": 2}
-OWN = {"dmd2": SINGLE | {"algorithm.student-every": 1}, "ode_init": SINGLE | {"algorithm.teacher-steps": 3}}
+OWN = dict.fromkeys(("dmd2", "rcm"), SINGLE | {"algorithm.student-every": 1}) | {
+    "ode_init": SINGLE | {"algorithm.teacher-steps": 3}
+}
 OWN |= dict.fromkeys(OF_SAMPLES, GROUPS)
 OWN["dance_ppo"] = GROUPS | {"algorithm.num-samples": 1, "algorithm.num-prompts": 2}
 CAUSAL = ("self_forcing", "long_self_forcing", "streaming_tuning")

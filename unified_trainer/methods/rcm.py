@@ -1,4 +1,4 @@
-"""rCM: consistency along the teacher's ODE, with the student's samples matched to the teacher's (arXiv:2510.08431)."""
+"""Consistency along the teacher's ODE, with the student's samples matched to the teacher's (rCM, arXiv:2510.08431)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

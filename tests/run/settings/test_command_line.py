@@ -454,6 +454,7 @@ def test_all_help_of_a_word_shows_the_settings_that_have_it(capsys):
         assert re.findall(r"^  --([\w.-]+)", said, re.M) == [
             "sampler.chunks.window-frames",
             "sampler.chunks.sink-frames",
+            "sampler.chunks.rolling-sink",
         ]
     assert main(["--method", "dmd2", "--help-all", "learning-rate"]) == 0
     assert "--critic.learning-rate" in capsys.readouterr().out  # as a flag is written
