@@ -107,7 +107,8 @@ class CRD(OldPolicyMethod):
     def kl_coefficient(self, samples: NoisedSamples) -> PerSample:
         """Return LEAST_KL for the worst sample that there can be up to kl_coefficient for the best."""
         largest, place = self.config.kl_coefficient, samples.advantages / (2 * self.config.advantage_clip) + 0.5
-        return torch.lerp(torch.full_like(place, min(LEAST_KL, largest)), torch.full_like(place, largest), place)
+        least = min(LEAST_KL, largest)
+        return least + place * (largest - least)
 
 
 def log_likelihood(velocity: Latents, samples: NoisedSamples) -> PerSample:

@@ -80,7 +80,7 @@ def sample(
         window_frames: Finished latent frames that a causal student attends to; by default the run's. A video longer
             than the run's, of a run without a window, has the longest past of the run.
         sink_frames: Number of them that are always the first frames of the video; by default the run's.
-        rolling_sink: Move them along with a video that outgrows the window, also if the run does not.
+        rolling_sink: Move these first frames along with a video that outgrows the window, also if the run does not.
         device: Device to run on.
         base: Pipeline folder that the student started from, if it is no longer where the run found it.
     """
