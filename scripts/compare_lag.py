@@ -1,6 +1,8 @@
-"""This script compares dance_grpo on samples of older weights, with and without corrections, in the tiny world.
+"""This script compares dance_grpo on samples of older weights, with corrections and objectives, in the tiny world.
 
     python scripts/compare_lag.py --steps 80 --seeds 0 1 2
+    python scripts/compare_lag.py --steps 40 --ahead 2 --corrections none sapo gspo \\
+        --extra="--algorithm.prompts-per-update 1"
 
 Samples of training step k come from the weights after max(0, k - ahead) steps, all in this process: these are the
 numbers that workers give which make samples that far ahead. It prints a markdown table. A finished run is not repeated;
@@ -32,10 +34,25 @@ from unified_trainer.run.validation.report import validate
 CORRECTIONS = {
     "none": "",
     "decoupled": "--algorithm.correction decoupled",
+    "decoupled, joint": "--algorithm.correction decoupled --algorithm.weight-density joint",
     "loglinear": "--algorithm.correction loglinear",
+    "truncated, joint": "--algorithm.correction truncated --algorithm.weight-density joint",
 }
+# Objectives with parameters that act at ratios of latents, which stay within about 1e-3 of 1.
+KIND = "--algorithm.objective.kind"
+OBJECTIVES = {
+    "unclipped": f"{KIND} none",
+    "dual_clip": f"{KIND} dual_clip --algorithm.objective.dual-clip 1.003",
+    "soft_clip": f"{KIND} soft_clip --algorithm.objective.alpha 1000",
+    "sapo": f"{KIND} sapo --algorithm.objective.tau-pos 1000 --algorithm.objective.tau-neg 1050",
+    "ce_gppo": f"{KIND} ce_gppo",
+    "cispo": f"{KIND} cispo --algorithm.clip-low 1",
+    "gspo": f"{KIND} gspo",
+    "dppo": f"{KIND} none --algorithm.correction dppo --algorithm.trust-region 1e-4",
+}
+ROWS = CORRECTIONS | OBJECTIVES
 RECIPE = Path(__file__).with_name("two_steps.yaml")
-SHOWN = ("approx_kl", "zero_gradient_fraction", "ess")
+SHOWN = ("approx_kl", "zero_gradient_fraction", "ess", "importance_weight")
 
 
 class LaggedRollouts:
@@ -96,7 +113,7 @@ def main(
         steps: training steps
         seeds: seeds of the runs
         ahead: training steps that samples are made ahead; 0 needs no correction and has one row
-        corrections: rows for each number of steps
+        corrections: rows for each number of steps: corrections, or objectives by name
         extra: more flags for every run, in one string: --extra="--student.learning-rate 3e-4"
     """
     rows = []
@@ -104,8 +121,8 @@ def main(
         for name in corrections if steps_ahead else ("none",):
             runs = []
             for seed in seeds:
-                folder = output / f"{name}-{steps_ahead}-{seed}"
-                flags = [*CORRECTIONS[name].split(), *extra.split(), "--seed", str(seed)]
+                folder = output / f"{name.replace(', ', '_')}-{steps_ahead}-{seed}"
+                flags = [*ROWS[name].split(), *extra.split(), "--seed", str(seed)]
                 runs.append(measured(folder, steps, steps_ahead, flags))
             rows.append(row(name, steps_ahead, runs))
     head = ["ahead", "correction", "reward before", "reward", "accuracy before", "accuracy", *SHOWN]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         updated_copy,
     )
     from unified_trainer.models.base import Family
+    from unified_trainer.numerics.objectives import Objective
     from unified_trainer.rewards.base import ScorerConfig, ScorerKind
     from unified_trainer.run.settings.config import RunConfig
     from unified_trainer.tools.serve.remote_student import RemoteStudent
@@ -26,6 +27,7 @@ __all__ = [
     "Loss",
     "Method",
     "MethodConfig",
+    "Objective",
     "RemoteStudent",
     "Run",
     "RunConfig",
@@ -57,6 +59,7 @@ _MODULES = {
         "updated_copy",
     ),
     "unified_trainer.models.base": ("Family",),
+    "unified_trainer.numerics.objectives": ("Objective",),
     "unified_trainer.rewards.base": ("ScorerConfig", "ScorerKind"),
     "unified_trainer.tools.serve.remote_student": ("RemoteStudent",),
 }

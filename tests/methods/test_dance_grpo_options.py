@@ -17,15 +17,18 @@ from policy_case import (
     STEPS,
     A,
     Case,
+    divergence,
     ks,
     log_ratios,
     nudge,
     policy_gradient,
 )
 
+from unified_trainer.methods.rl.minibatches import Minibatch
+from unified_trainer.methods.rl.replay import Replay
 from unified_trainer.methods.rl.sde_windows import WindowConfig
 from unified_trainer.numerics.flow import sigma_table
-from unified_trainer.numerics.objectives import diagnostics, surrogate
+from unified_trainer.numerics.objectives import Clip, diagnostics, objective_named
 from unified_trainer.sampling.solver import SamplerConfig, generate
 
 pytestmark = pytest.mark.slow  # seconds together
@@ -105,18 +108,41 @@ def test_guard_and_inverse_dt_of_dance_weigh_by_std_over_step():
     assert_near(case.gradient, expected, 1e-4)
 
 
-# The objective, away from ratio 1.
+# Objectives, away from ratio 1.
+
+PARAMETERS = {
+    "none": {},
+    "clip": {},
+    "dual_clip": {"dual_clip": 1.003},
+    "soft_clip": {"alpha": 40.0},
+    "sapo": {"tau_pos": 30.0, "tau_neg": 50.0},
+    "ce_gppo": {"beta_low": 0.3, "beta_high": 0.6},
+    "cispo": {},
+}
 
 
-def test_the_clipped_objective_away_from_ratio_1():
-    case = Case(moved=True)
+@pytest.mark.parametrize("mode", PARAMETERS)
+def test_every_objective_with_its_own_parameters(mode):
+    case = Case(moved=True, objective=objective_named(mode, **PARAMETERS[mode]))
 
-    def loss(now, then):
+    def loss(now, then, mode=mode, parameters=PARAMETERS[mode]):
         d = log_ratios(now, then)
-        return -surrogate(d, A[:, None].expand_as(d), clip_low=1e-3, clip_high=2e-3).mean()
+        return -objective_named(mode, **parameters)(d, A[:, None].expand_as(d), 1e-3, 2e-3).mean()
 
     assert_near(case.gradient, case.expected(loss), 1e-3)
     assert case.metrics["clip_fraction"] > 0
+
+
+def test_gspo_has_the_gradient_of_the_whole_sequence():
+    """Passes with one graph at a time add up to the gradient of -mean min(s A, clip(s) A), s of all transitions."""
+    case = Case(moved=True, objective=objective_named("gspo"), update_batch=4)
+
+    def loss(now, then):
+        return -objective_named("gspo")(log_ratios(now, then), A, 1e-3, 2e-3).mean()
+
+    assert_near(case.gradient, case.expected(loss), 1e-3)
+    assert 0 < case.metrics["zero_gradient_fraction"] < 1
+    assert_near(Case(objective=objective_named("gspo")).gradient, Case().gradient, 1e-5)
 
 
 def test_the_guard_reads_the_means_before_and_after():
@@ -125,25 +151,58 @@ def test_the_guard_reads_the_means_before_and_after():
     def loss(now, then):
         stds = torch.tensor([step.std for step in now])
         guarded = (log_ratios(now, then) + ks(now, then)) * stds
-        return -surrogate(guarded, A[:, None].expand_as(guarded), clip_low=1e-3, clip_high=2e-3).mean()
+        return -Clip()(guarded, A[:, None].expand_as(guarded), 1e-3, 2e-3).mean()
 
     assert_near(case.gradient, case.expected(loss), 1e-3)
+
+
+def test_the_trust_region_drops_samples_that_moved_far_enough():
+    bound = Case(moved=True).metrics["approx_kl"]
+    case = Case(moved=True, objective=objective_named("none"), correction="dppo", trust_region=bound)
+    fractions = []
+
+    def loss(now, then):
+        d = log_ratios(now, then)
+        leaves = (ks(now, then) >= bound) & (d * A[:, None] > 0)
+        fractions.append(leaves.double().mean().item())
+        return -(d.exp() * A[:, None]).masked_fill(leaves, 0.0).mean()
+
+    assert_near(case.gradient, case.expected(loss), 1e-3)
+    assert 0 < fractions[0] < 1 and case.metrics["trust_region_left"] == pytest.approx(fractions[0])
+
+
+def test_the_trust_region_reads_the_ratio_of_the_objective():
+    """Under guard the ratio is centred: samples 0 and 1 left by the raw log-ratio or the guarded one, never by both."""
+    config = dataclasses.replace(CONFIG, guard=True, correction="dppo", trust_region=0.5)
+    update = dance_grpo(dataclasses.replace(config, objective=objective_named("none"))).method.update
+    log_ratio, ratio = torch.tensor([-0.1, 0.1, 0.1, 0.1]), torch.tensor([0.1, -0.1, 0.1, 0.1])
+    zeros, kl = torch.zeros(4), torch.tensor([1.0, 1.0, 1.0, 0.1])
+    replay = Replay(log_ratio, ratio, kl, None, (1e-3, 1e-3), zeros.long(), zeros, ELEMENTS)
+    minibatch = Minibatch(torch.arange(4), torch.tensor([1.0, 10.0, 100.0, 1000.0]))
+    weight = update.correction.weight(replay, torch.ones(4))
+    loss = update._loss(replay, torch.ones(4), weight, minibatch, 0)
+    assert float(loss) == pytest.approx(-10 * math.exp(-0.1) - 1000 * math.exp(0.1), rel=1e-5)
 
 
 # KL to a reference.
 
 
-@pytest.mark.parametrize("changes", [{}, {"kernel": "cps", "eta": 0.8, "normalised": False}])
-def test_kl_in_the_loss(changes):
-    """The KL is that of the normalised density, whatever density the objective reads."""
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        *((kind, {}) for kind in ("exact", "kl", "abs", "mse", "low_var_kl")),
+        ("low_var_kl", {"kernel": "cps", "eta": 0.8, "normalised": False}),  # the KL is that of the normalised density
+    ],
+)
+def test_kl_in_the_loss(kind, changes):
     reference = frozen("reference", seed=1)
-    case = Case(reference=reference, kl_coefficient=0.7, **changes)
+    case = Case(reference=reference, kl_estimate=kind, kl_coefficient=0.7, **changes)
     with torch.no_grad():
         ref = case.steps(reference)
     values = []
 
     def loss(now, then):
-        kl = ks(now, ref)
+        kl = divergence(kind, now, ref)
         values.append(kl.mean().item())
         return policy_gradient(now, then) + 0.7 * kl.mean()
 
@@ -244,7 +303,7 @@ def test_k_and_its_noise_floor():
     for s in range(3):
         assert case.metrics[f"approx_kl/{s}"] == pytest.approx(float(k[:, s].mean()), rel=1e-3)
     assert case.metrics["log_ratio"] == pytest.approx(float(d.mean()), abs=1e-5)
-    wanted = diagnostics(d.flatten(), A[:, None].expand_as(d).flatten(), clip_low=1e-3, clip_high=2e-3)
+    wanted = diagnostics(Clip(), d.flatten(), A[:, None].expand_as(d).flatten(), clip_low=1e-3, clip_high=2e-3)
     assert {key: case.metrics[key] for key in wanted} == pytest.approx(wanted, rel=1e-2)
     assert 0 < wanted["zero_gradient_fraction"] < 1
 

@@ -35,6 +35,7 @@ from unified_trainer.methods.dance_ppo import DancePPOConfig
 from unified_trainer.methods.rl.sde_windows import WindowConfig
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import sigma_table
+from unified_trainer.numerics.objectives import OBJECTIVES
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.experts import ExpertLayout
 from unified_trainer.roles.role import TrainableConfig
@@ -263,17 +264,30 @@ class Stale(WatchedRollouts):
         return dataclasses.replace(samples, versions=samples.versions - self.lag)
 
 
+@pytest.mark.parametrize("correction", ["none", "vtrace"])
 @pytest.mark.parametrize("gae_lambda", [1.0, 0.5])
-def test_a_lag_without_a_change_of_weights_is_gae(gae_lambda):
-    """The update is that of a step without lag."""
+def test_a_lag_without_a_change_of_weights_is_gae(gae_lambda, correction):
+    """The update is that of a step without lag: the replay of V-trace finds ratios of 1."""
     expected = recorded(head=0.3, gae_lambda=gae_lambda)
-    one = trainer(head=0.3, gae_lambda=gae_lambda)
+    one = trainer(head=0.3, gae_lambda=gae_lambda, correction=correction)
     one.method.sample_from(Stale(one.method.rollouts, 1))
     calls = Calls.of(one.roles["student"])
     metrics = one.step(0)
-    assert metrics["lag"] == 1 and len(calls.graph) == STEPS + (STEPS - 1)  # rollout, update
+    replays = 2 if correction == "vtrace" else 1  # of all transitions: for V-trace, for the update
+    assert metrics["lag"] == 1 and len(calls.graph) == STEPS + replays * (STEPS - 1)
     for name, role in one.roles.items():
         assert_near(role.gradients[0], expected[name], 1e-5)
+
+
+OBJECTIVES_OF_PPO = [one for name, one in OBJECTIVES.items() if name not in ("clip", "none")]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES_OF_PPO)
+def test_every_objective_at_unchanged_weights_has_the_gradient_of_the_clipped_one(objective):
+    """Each slope is the advantage at ratio 1; GSPO takes another advantage for each transition (GSPO-token)."""
+    changed, clipped = recorded(head=0.3, gae_lambda=0.5, objective=objective()), recorded(head=0.3, gae_lambda=0.5)
+    for name in changed:
+        assert_near(changed[name], clipped[name], 1e-5)
 
 
 # The whole program.
@@ -312,6 +326,12 @@ def test_two_experts_of_both_roles(run_folder):
         (
             {"sampler": SamplerConfig(num_steps=STEPS, chunks=ChunkConfig(chunk_frames=1))},
             r"sampler\.chunks\.chunk_frames must be 0 for dance_ppo: .*; dance_grpo trains causal students",
+        ),
+        ({"correction": "vtrace", "c_bar": 2.0}, r"algorithm\.c_bar must be at most algorithm\.rho_bar \(1\), not 2"),
+        ({"rho_bar": 2.0}, r"algorithm\.rho_bar and algorithm\.c_bar need algorithm\.correction vtrace"),
+        (
+            {"correction": "vtrace", "kernel": "cps", "normalised": False, "weight_density": "joint"},
+            r"algorithm\.weight_density joint needs",
         ),
         ({"value": TrainableConfig(ema_decay=0.9)}, r"value\.ema_decay must be 0"),
     ],

@@ -240,6 +240,42 @@ def test_the_value_loss_is_least_at_the_true_values():
     assert float(found.mean(0) @ value._heads[""].weight[0].detach().double()) < 0
 
 
+def targets_of(config: DancePPOConfig, values, shift: float) -> torch.Tensor:
+    """Return the value targets of the first states minus their true values, for samples of another policy."""
+    method, rows = ppo(KnownValue(values), config, older=Linear(shift)), []
+    compare = method._compare
+
+    def watched(trajectories, returns, values, mesh):
+        targets, advantages = compare(trajectories, returns, values, mesh)
+        rows.append(targets[:, 0] - true_value(trajectories.rollout.states[:, 0], 0))
+        return targets, advantages
+
+    method._compare = watched
+    for step in range(STEPS):
+        next(method.step(method.loader.batch(step), step, Streams(0, step), ALONE))
+    return torch.cat(rows)[:, None]
+
+
+def test_targets_of_an_older_policy_are_corrected():
+    """Without truncation the target of every state is its value under the present policy, whatever the values are.
+
+    The ratio of densities averaged over elements corrects a part only, and none at all is further off.
+    """
+
+    def nothing(x_t, s):
+        return torch.zeros(len(x_t))
+
+    bars = {"correction": "vtrace", "rho_bar": 1e9, "c_bar": 1e9}
+    exact = targets_of(with_lambda(1.0, weight_density="joint", **bars), nothing, shift=0.1)
+    part = targets_of(with_lambda(1.0, weight_density="mean", **bars), nothing, shift=0.1)
+    assert float(off_by(exact, torch.zeros(1))) < 3
+    assert float(off_by(part, torch.zeros(1))) > WORST
+    truncated = targets_of(with_lambda(1.0, correction="vtrace", weight_density="joint"), true_value, shift=0.1)
+    assert truncated.std() < exact.std()
+    uncorrected = targets_of(with_lambda(1.0), nothing, shift=0.1)
+    assert float(off_by(uncorrected, torch.zeros(1))) > float(off_by(part, torch.zeros(1)))
+
+
 def first_metrics(method: DancePPO, step: int) -> dict[str, float]:
     return next(method.step(method.loader.batch(step), step, Streams(0, step), ALONE)).metrics
 

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from helpers import Calls, ScriptedScorer, assert_near, dance_grpo
-from policy_case import ELEMENTS, KERNELS, A, Case, ks, log_ratios
+from helpers import Calls, ScriptedScorer, assert_near, dance_grpo, setup_of
+from policy_case import ELEMENTS, KERNELS, ODE, A, Case, ks, log_ratios
 from test_dance_grpo import EQUAL, stepped
 
-from unified_trainer.numerics.objectives import calibrated_clip, surrogate
+from unified_trainer.numerics.objectives import GSPO, Clip, calibrated_clip
 
 # The clip range.
 
@@ -49,13 +49,18 @@ def test_every_transition_has_its_own_range(name, guard):
         found.extend(
             [float(low.mean()), float(high.mean()), ((d.exp() < 1 - low) | (d.exp() > 1 + high)).double().mean().item()]
         )
-        return -surrogate(d, A[:, None].expand_as(d), clip_low=low, clip_high=high).mean()
+        return -Clip()(d, A[:, None].expand_as(d), low, high).mean()
 
     found: list[float] = []
     assert_near(case.gradient, case.expected(loss), 2e-3)
     assert case.metrics["clip_low"] == pytest.approx(found[0], rel=1e-3)
     assert case.metrics["clip_high"] == pytest.approx(found[1], rel=1e-3)
     assert case.metrics["clip_fraction"] == pytest.approx(found[2]) and found[2] > 0
+
+
+def test_a_range_for_each_transition_is_none_for_gspo():
+    with pytest.raises(ValueError, match=r"algorithm\.clip_velocity must be 0 for algorithm\.objective\.kind gspo"):
+        Case(objective=GSPO("gspo"), clip_velocity=0.1).config.check(setup_of(ODE))
 
 
 # Messages.

@@ -18,6 +18,7 @@ from unified_trainer.numerics.advantages import (
     spread,
     tilt_weights,
     totals,
+    vtrace,
     zero_variance,
 )
 
@@ -168,7 +169,54 @@ def test_the_curriculum_draws_what_failed():
         curriculum([1, -1])
 
 
-# Generalised advantage estimation.
+# Off-policy.
+
+RHO, GAMMA = double([0.5, 2, 1, 0.8]), double([0.99, 0.99, 0.99, 0])
+REWARDS, VALUES = double([0, 1, 0, 2]), double([0.1, 0.2, 0.3, 0.4])
+
+
+def test_vtrace_golden():
+    vs, td = vtrace(RHO.log(), REWARDS, VALUES, GAMMA, 0.0)
+    assert_equal(vs, [1.360051, 2.646568, 1.6632, 1.68], atol=5e-7)
+    assert_equal(td, [2.520102, 2.446568, 1.3632, 1.6], atol=5e-7)
+
+
+def test_vtrace_of_many_is_vtrace_of_each():
+    other = (RHO.flip(0).log(), REWARDS.flip(0), VALUES.flip(0), 0.9 * torch.ones(4, dtype=torch.float64))
+    both = [torch.stack(pair) for pair in zip((RHO.log(), REWARDS, VALUES, GAMMA), other, strict=True)]
+    vs, td = vtrace(*both, double([0.0, 0.7]), rho_bar=1.5, c_bar=0.9)
+    alone = vtrace(*other, 0.7, rho_bar=1.5, c_bar=0.9)
+    assert_equal(vs[1], alone[0], atol=1e-12)
+    assert_equal(td[1], alone[1], atol=1e-12)
+
+
+@given(seed=st.integers(0, 100))
+def test_vtrace_on_policy_is_the_discounted_return(seed):
+    """rho = 1: vs is the n-step return with the bootstrap at its end, whatever the values."""
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values = torch.randn(2, 5, generator=generator, dtype=torch.float64)
+    vs, td = vtrace(torch.zeros_like(values), rewards, values, torch.full_like(values, 0.9), 3.0)
+    returns, after = [], 3.0
+    for reward in reversed(rewards.tolist()):
+        after = reward + 0.9 * after
+        returns.insert(0, after)
+    assert_equal(vs, returns, atol=1e-9)
+    assert_equal(td, vs - values, atol=1e-9)
+
+
+def test_vtrace_caps_are_two():
+    """rho_bar bounds how a step corrects its own value, c_bar how far later corrections travel back."""
+    step = (RHO.log(), REWARDS, VALUES, GAMMA, 0.0)
+    near, far = vtrace(*step, rho_bar=2.0, c_bar=1.0)[0], vtrace(*step, rho_bar=2.0, c_bar=0.0)[0]
+    following = double([0.2, 0.3, 0.4, 0])
+    assert_equal(far, VALUES + RHO * (REWARDS + GAMMA * following - VALUES), atol=1e-12)
+    assert not torch.allclose(near, far)
+
+
+def test_vtrace_has_no_gradient():
+    log_rho = RHO.log().requires_grad_()
+    assert not any(part.requires_grad for part in vtrace(log_rho, REWARDS, VALUES, GAMMA, 0.0))
+
 
 STEP = (double([0, 0, 2]), double([0.5, 0.2, 0.4]), double([0.9, 0.9, 0.9]), 0.0)  # rewards, values, discounts, end
 
@@ -189,23 +237,51 @@ def test_gae_at_its_ends():
     assert_equal(gae(*STEP, trace_decay=0.0)[1], [0.9 * 0.2 - 0.5, 0.9 * 0.4 - 0.2, 2 - 0.4], atol=1e-12)
 
 
+def test_vtrace_with_a_decay_by_hand():
+    """rho = .5, 2, .8; delta = .5 * -.32, 1 * .16, .8 * 1.6; c = .5 min(1, rho)."""
+    vs, td = vtrace(double([0.5, 2.0, 0.8]).log(), *STEP, trace_decay=0.5)
+    assert_equal(vs, [0.5056, 0.936, 1.68], atol=1e-12)
+    assert_equal(td, [0.0112, 0.736, 1.6], atol=1e-12)
+
+
 @given(seed=st.integers(0, 100), decay=st.floats(0, 1))
-def test_gae_by_its_recursion(seed, decay):
+def test_vtrace_without_lag_is_gae(seed, decay):
     generator = torch.Generator().manual_seed(seed)
     rewards, values, discounts = torch.rand(3, 2, 5, generator=generator, dtype=torch.float64)
-    targets, advantages = gae(rewards, values, discounts, 0.3, decay)
-    after, expected = torch.zeros(2), []
-    for s in reversed(range(5)):
-        following = values[:, s + 1] if s < 4 else 0.3
-        after = rewards[:, s] + discounts[:, s] * following - values[:, s] + discounts[:, s] * decay * after
-        expected.insert(0, after)
-    assert_equal(advantages, torch.stack(expected, 1), atol=1e-12)
-    assert_equal(targets, advantages + values, atol=1e-12)
+    for rho_bar, c_bar in ((1.0, 1.0), (2.0, 1.5)):
+        got = vtrace(torch.zeros_like(values), rewards, values, discounts, 0.3, rho_bar, c_bar, decay)
+        after, expected = torch.zeros(2), []
+        for s in reversed(range(5)):
+            following = values[:, s + 1] if s < 4 else 0.3
+            after = rewards[:, s] + discounts[:, s] * following - values[:, s] + discounts[:, s] * decay * after
+            expected.insert(0, after)
+        assert_equal(got[1], torch.stack(expected, 1), atol=1e-12)
+        assert_equal(got[0], got[1] + values, atol=1e-12)
 
 
-def test_gae_has_no_gradient():
-    values = STEP[1].clone().requires_grad_()
-    assert not any(part.requires_grad for part in gae(STEP[0], values, STEP[2], 0.0, 0.5))
+@pytest.mark.parametrize("bar", [1.0, 1.2, 1e9])
+def test_vtrace_targets_are_unbiased_for_the_truncated_policy(bar):
+    """Two steps of two actions, enumerated: samples of mu, values of the policy in proportion to min(bar mu, pi).
+
+    At its own values the expectation of every target is the value (arXiv:1802.01561, theorem 1); a bar that truncates
+    nothing leaves the values of pi.
+    """
+    mu, pi = double([0.7, 0.3]), double([0.4, 0.6])
+    end = double([[1.0, -2.0], [0.5, 4.0]])  # reward of each pair of actions
+    held = torch.minimum(bar * mu, pi)
+    policy = held / held.sum()
+    second = end @ policy  # after each first action
+    first = policy @ second
+    expected = 0.0
+    for a in range(2):
+        for b in range(2):
+            log_rho = double([pi[a] / mu[a], pi[b] / mu[b]]).log()
+            values = torch.stack([first, second[a]])
+            vs, _ = vtrace(log_rho, double([0, end[a, b]]), values, double([1, 1]), 0.0, rho_bar=bar, c_bar=bar)
+            expected = expected + mu[a] * mu[b] * vs[0]
+    assert_equal(expected, first, atol=1e-12)
+    if bar > 10:
+        assert_equal(first, pi @ end @ pi, atol=1e-12)
 
 
 def test_groups_are_keyed_by_prompt_id():

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from unified_trainer.numerics.kernels import log_prob
 from unified_trainer.numerics.objectives import (
     LOG_RATIO_LIMIT,
+    Clip,
     diagnostics,
     guarded_log_ratio,
+    objective_named,
     outside_clip,
-    surrogate,
 )
+from unified_trainer.numerics.trust_region import leaves_trust_region
 
 RATIOS = (0.5, 0.9, 1.0, 1.1, 1.5, 4.0)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -23,41 +25,94 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LOG_RATIOS = torch.tensor(RATIOS, dtype=torch.float64).log()
 
 
-def value_and_slope(log_ratio: torch.Tensor, advantage: float, low: float, high: float):
+def value_and_slope(log_ratio: torch.Tensor, advantage: float, low: float, high: float, mode="clip", **shape):
     """J and g = dJ / dlogp of each element."""
     log_ratio = log_ratio.clone().requires_grad_()
     advantages = torch.full_like(log_ratio, advantage)
-    objective = surrogate(log_ratio, advantages, clip_low=low, clip_high=high)
+    objective = objective_named(mode, **shape)(log_ratio, advantages, low, high)
     (slope,) = torch.autograd.grad(objective.sum(), log_ratio)
     return objective.detach(), slope
 
 
+SAPO_POS = [1.5102, 1.9001, 2.0, 2.0999, 2.4898, 3.8103], [0.4700, 0.8978, 1.0, 1.0973, 1.4100, 0.7228]
+SAPO_NEG = [-1.4159, -1.8049, -1.9048, -2.0047, -2.3936, -3.6530], [-0.4671, -0.8975, -1.0, -1.0970, -1.4012, -0.6304]
+SOFT_SQUARED = [0.125, 0.729, 1.0, 0.9091, 0.6667, 0.25]
+FREE = [0.5, 0.9, 1.0, 1.1, 1.5, 4.0]
+
+
+def minus(values: list[float]) -> list[float]:
+    return [-value for value in values]
+
+
 @pytest.mark.parametrize(
-    ("advantage", "value", "slope"),
+    ("mode", "shape", "advantage", "value", "slope"),
     [
-        (1.0, [0.5, 0.9, 1.0, 1.1, 1.2, 1.2], [0.5, 0.9, 1.0, 1.1, 0.0, 0.0]),
-        (-1.0, [-0.8, -0.9, -1.0, -1.1, -1.5, -4.0], [0.0, -0.9, -1.0, -1.1, -1.5, -4.0]),
+        ("none", {}, 1.0, FREE, FREE),
+        ("none", {}, -1.0, minus(FREE), minus(FREE)),
+        ("clip", {}, 1.0, [0.5, 0.9, 1.0, 1.1, 1.2, 1.2], [0.5, 0.9, 1.0, 1.1, 0.0, 0.0]),
+        ("clip", {}, -1.0, [-0.8, -0.9, -1.0, -1.1, -1.5, -4.0], [0.0, -0.9, -1.0, -1.1, -1.5, -4.0]),
+        ("dual_clip", {}, 1.0, [0.5, 0.9, 1.0, 1.1, 1.2, 1.2], [0.5, 0.9, 1.0, 1.1, 0.0, 0.0]),
+        ("dual_clip", {}, -1.0, [-0.8, -0.9, -1.0, -1.1, -1.5, -3.0], [0.0, -0.9, -1.0, -1.1, -1.5, 0.0]),
+        ("dual_clip", {"dual_clip": 1.25}, -1.0, [-0.8, -0.9, -1, -1.1, -1.25, -1.25], [0, -0.9, -1, -1.1, 0, 0]),
+        ("soft_clip", {}, 1.0, [0.25, 0.81, 1, 1, 1, 1], [0.25, 0.81, 1, 1, 1, 1]),
+        ("soft_clip", {"alpha": 2.0}, 1.0, SOFT_SQUARED, SOFT_SQUARED),
+        ("soft_clip", {}, -1.0, [-0.25, -0.81, -1, -1, -1, -1], [-0.25, -0.81, -1, -1, -1, -1]),
+        ("sapo", {}, 1.0, *SAPO_POS),
+        ("sapo", {}, -1.0, *SAPO_NEG),
+        ("ce_gppo", {}, 1.0, [0.5, 0.9, 1, 1.1, 1.2, 1.2], [0.5, 0.9, 1, 1.1, 1.2, 1.2]),
+        ("ce_gppo", {}, -1.0, [-0.6, -0.9, -1, -1.1, -1.5, -4], [-0.6, -0.9, -1, -1.1, -1.5, -4]),
+        ("ce_gppo", {"beta_high": 0.5}, 1.0, [0.5, 0.9, 1, 1.1, 0.6, 0.6], [0.5, 0.9, 1, 1.1, 0.6, 0.6]),
+        ("ce_gppo", {"beta_low": 0.0}, -1.0, [0, -0.9, -1, -1.1, -1.5, -4], [0, -0.9, -1, -1.1, -1.5, -4]),
     ],
 )
-def test_objectives_golden(advantage, value, slope):
-    got = value_and_slope(LOG_RATIOS, advantage, 0.2, 0.2)
+def test_objectives_golden(mode, shape, advantage, value, slope):
+    got = value_and_slope(LOG_RATIOS, advantage, 0.2, 0.2, mode, **shape)
     for tensor, expected in zip(got, (value, slope), strict=True):
         torch.testing.assert_close(tensor, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=6e-5)
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_cispo_golden(sign):
+    """Canonically without a lower bound; J = g."""
+    value, slope = value_and_slope(LOG_RATIOS, sign, 1.0, 0.2, "cispo")
+    expected = sign * torch.tensor([0.5, 0.9, 1.0, 1.1, 1.2, 1.2], dtype=torch.float64)
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(slope, expected)
+    bounded = value_and_slope(LOG_RATIOS, sign, 0.2, 0.2, "cispo")[0]
+    assert float(bounded[0]) == pytest.approx(0.8 * sign)
+
+
+def test_gspo_has_one_ratio_for_all_steps():
+    """s = exp(mean of d): min(s A, clip(s) A), and s A / T for each step."""
+    log_ratio = torch.tensor([[0.1, -0.3, 0.5], [0.9, 0.2, 0.4]], dtype=torch.float64, requires_grad=True)
+    advantage = torch.tensor([2.0, 1.0], dtype=torch.float64)
+    objective = objective_named("gspo")(log_ratio, advantage, 0.2, 0.3)
+    (slope,) = torch.autograd.grad(objective.sum(), log_ratio)
+    assert objective.tolist() == pytest.approx([2 * math.exp(0.1), 1.3])
+    assert slope.tolist() == [pytest.approx([2 * math.exp(0.1) / 3] * 3), [0.0, 0.0, 0.0]]
+    of_samples = objective_named("gspo")(log_ratio.mean(1), advantage, 0.2, 0.3)  # log-ratios that are means already
+    assert torch.equal(of_samples, objective)
+
+
+MODES = ("none", "clip", "dual_clip", "soft_clip", "sapo", "ce_gppo", "cispo")
+
+
+@pytest.mark.parametrize("mode", MODES)
 @given(advantage=st.floats(-5, 5), low=st.floats(0.05, 0.9), high=st.floats(0.05, 3))
-def test_the_objective_starts_with_the_policy_gradient(advantage, low, high):
-    """At ratio 1 the slope is the advantage, whatever the clip range."""
-    _, slope = value_and_slope(torch.zeros(1, dtype=torch.float64), advantage, low, high)
-    assert float(slope) == pytest.approx(advantage, abs=1e-12)
+def test_every_objective_starts_with_the_policy_gradient(mode, advantage, low, high):
+    """At ratio 1 the slope is the advantage, whatever the mode and its parameters."""
+    assert float(value_and_slope(torch.zeros(1, dtype=torch.float64), advantage, low, high, mode)[1]) == pytest.approx(
+        advantage, abs=1e-12
+    )
 
 
+@pytest.mark.parametrize("mode", ["none", "clip", "dual_clip", "sapo", "ce_gppo"])
 @pytest.mark.parametrize("advantage", [1.5, -1.5])
-def test_slopes_are_those_of_the_value(advantage):
+def test_slopes_are_those_of_the_value_where_nothing_is_detached(mode, advantage):
     """Central differences."""
     points = torch.tensor([0.85, 1.02, 1.15], dtype=torch.float64).log()
-    up, down = (value_and_slope(points + step, advantage, 0.2, 0.2)[0] for step in (1e-6, -1e-6))
-    slope = value_and_slope(points, advantage, 0.2, 0.2)[1]
+    up, down = (value_and_slope(points + step, advantage, 0.2, 0.2, mode)[0] for step in (1e-6, -1e-6))
+    slope = value_and_slope(points, advantage, 0.2, 0.2, mode)[1]
     torch.testing.assert_close(slope, (up - down) / 2e-6, rtol=1e-6, atol=1e-8)
 
 
@@ -102,7 +157,12 @@ def test_outside_is_where_the_ratio_left_the_range():
     assert outside_clip(log_ratio, clip_low=0.2, clip_high=0.2).tolist() == [True, False, False, False, True]
 
 
-# The guard.
+def test_an_unknown_mode_is_named(unchecked):
+    with pytest.raises(ValueError, match="unknown objective 'clop'; have clip, none, dual_clip"):
+        objective_named("clop")
+
+
+# The guard and the trust region.
 
 
 def step_of(seed: int = 0, shift: float = 0.05, std: float = 0.3):
@@ -169,10 +229,18 @@ def test_clip_decisions_are_those_of_float64_arithmetic():
     log_ratio = log_prob(x_next, mean, std) - log_prob(x_next, old, std)
     ratio = guarded_log_ratio(log_ratio, mean, old, std)
     assert torch.equal(outside_clip(ratio.detach(), clip_low=bound, clip_high=bound), beyond)
-    objective = surrogate(ratio, exact.sign().float(), clip_low=bound, clip_high=bound)
+    objective = objective_named("clip")(ratio, exact.sign().float(), bound, bound)
     objective.sum().backward()
     assert torch.equal(mean.grad.abs().amax(1) == 0, beyond)
     assert log_ratio.dtype == ratio.dtype == objective.dtype == torch.float64 and mean.grad.dtype == torch.float32
+
+
+def test_who_leaves_the_trust_region():
+    """Only where k has reached the bound and the ratio went where the advantage pushes it."""
+    log_ratio = torch.tensor([0.1, 0.1, -0.1, -0.1, 0.1, 0.0])
+    advantage = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0, 1.0])
+    kl = torch.tensor([0.5, 0.5, 0.6, 0.5, 0.49, 0.5])
+    assert leaves_trust_region(log_ratio, advantage, kl, 0.5).tolist() == [True, False, True, False, False, False]
 
 
 # Diagnostics.
@@ -181,7 +249,7 @@ def test_clip_decisions_are_those_of_float64_arithmetic():
 def test_diagnostics_by_hand():
     """Ratios .5 1 1.5 1.1 and advantages 1 2 3 0 under clip .2: two ratios outside, one stopped; U = .5, 1, 0."""
     log_ratio = torch.tensor([0.5, 1.0, 1.5, 1.1], dtype=torch.float64).log()
-    got = diagnostics(log_ratio, torch.tensor([1.0, 2.0, 3.0, 0.0]), clip_low=0.2, clip_high=0.2)
+    got = diagnostics(Clip(), log_ratio, torch.tensor([1.0, 2.0, 3.0, 0.0]), clip_low=0.2, clip_high=0.2)
     assert got == {
         "clip_fraction": 0.5,
         "zero_gradient_fraction": 0.25,
@@ -193,25 +261,51 @@ def test_diagnostics_by_hand():
     }
 
 
-def test_the_fractions_and_the_slopes_of_the_diagnostics():
+@pytest.mark.parametrize("mode", MODES)
+def test_the_clip_share_depends_on_the_ratio_alone_and_dead_gradients_on_the_objective(mode):
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])
-    got = diagnostics(LOG_RATIOS, advantage, clip_low=0.2, clip_high=0.2)
+    got = diagnostics(objective_named(mode), LOG_RATIOS, advantage, clip_low=0.2, clip_high=0.2)
     assert got["clip_fraction"] == pytest.approx(3 / 6)
-    assert got["zero_gradient_fraction"] == pytest.approx(1 / 6)  # 1.5 alone: A = +1, r > hi
-    _, slope = value_and_slope(LOG_RATIOS, 1.0, 0.2, 0.2)
-    up = diagnostics(LOG_RATIOS, torch.full((6,), 7.0), clip_low=0.2, clip_high=0.2)
+    dead = {"clip": 1 / 6, "dual_clip": 2 / 6}.get(mode, 0.0)  # 1.5: A = +1, r > hi; 4: A = -1, r > dual_clip
+    assert got["zero_gradient_fraction"] == pytest.approx(dead)
+    _, slope = value_and_slope(LOG_RATIOS, 1.0, 0.2, 0.2, mode)
+    up = diagnostics(objective_named(mode), LOG_RATIOS, torch.full((6,), 7.0), clip_low=0.2, clip_high=0.2)
     assert up["u_mean"] == pytest.approx(float(slope.mean()))
     assert up["ess"] == pytest.approx(float(slope.sum() ** 2 / (6 * slope.square().sum())))
 
 
+def test_the_diagnostics_of_gspo_are_of_whole_sequences():
+    """Sequence ratios exp(.1) and exp(.5): the second is stopped."""
+    log_ratio = torch.tensor([[0.0, 0.2], [0.9, 0.1]], dtype=torch.float64)
+    got = diagnostics(objective_named("gspo"), log_ratio, torch.ones(2), clip_low=0.2, clip_high=0.2)
+    assert (got["clip_fraction"], got["zero_gradient_fraction"], got["ess"]) == (0.5, 0.5, pytest.approx(0.5))
+    assert got["u_mean"] == pytest.approx(math.exp(0.1) / 2)
+
+
 @pytest.mark.parametrize("advantage", [0.0, 1.0])
 def test_no_slope_at_all_is_an_effective_size_of_zero(advantage):
-    got = diagnostics(torch.full((3,), 2.0), torch.full((3,), advantage), clip_low=0.2, clip_high=0.2)
+    got = diagnostics(Clip(), torch.full((3,), 2.0), torch.full((3,), advantage), clip_low=0.2, clip_high=0.2)
     assert got["ess"] == got["u_mean"] == got["u_p99"] == 0
 
 
 def test_diagnostics_need_no_graph_and_leave_none():
     log_ratio = torch.zeros(3, requires_grad=True)
     with torch.no_grad():
-        got = diagnostics(log_ratio, torch.ones(3))
+        got = diagnostics(objective_named("sapo"), log_ratio, torch.ones(3), clip_low=0.2, clip_high=0.2)
     assert got["u_mean"] == got["ess"] == 1 and log_ratio.grad is None
+
+
+def test_the_gate_of_sapo_is_saturated_where_a_tenth_of_its_slope_is_left():
+    """4 p (1 - p) at tau (r - 1) = 3 and 4 is .181 and .071."""
+    log_ratio = torch.tensor([4.0, 5.0, 2.5, 3.0], dtype=torch.float64).log()
+    sapo = objective_named("sapo", tau_pos=1.0, tau_neg=2.0)
+    got = diagnostics(sapo, log_ratio, torch.tensor([1.0, 1.0, -1.0, -1.0]), clip_low=0.2, clip_high=0.2)
+    assert got["saturated_fraction"] == 0.5
+    assert "saturated_fraction" not in diagnostics(Clip(), log_ratio, torch.ones(4), clip_low=0.2, clip_high=0.2)
+
+
+def test_a_weight_of_zero_is_a_dead_gradient():
+    got = diagnostics(
+        Clip(), torch.zeros(2), torch.ones(2), clip_low=0.2, clip_high=0.2, weight=torch.tensor([0.0, 2.0])
+    )
+    assert (got["zero_gradient_fraction"], got["u_mean"], got["ess"]) == (0.5, 1.0, 0.5)

@@ -14,6 +14,7 @@ from rules import each
 
 from unified_trainer.__main__ import COMMANDS, command_named, main
 from unified_trainer.basics.input_files import read_yaml
+from unified_trainer.numerics.objectives import OBJECTIVES
 from unified_trainer.rewards import scorers  # noqa: F401  (it imports every kind)
 from unified_trainer.rewards.aesthetic import Aesthetic
 from unified_trainer.rewards.endpoint import Endpoint
@@ -231,6 +232,7 @@ def test_methods_do_not_inherit():
                     "RolloutMethod",
                     "PolicyMethod",
                     "OldPolicyMethod",
+                    "Correction",
                     "NamedTuple",
                     "UserError",
                     "RuntimeError",
@@ -392,6 +394,7 @@ def known_names() -> set[str]:
     names = {flag for _, flag, _ in SETTINGS} | {flag.rpartition(".")[0] for _, flag, _ in SETTINGS}
     runs = [run_class(method_named(name))() for name in METHODS]
     names |= {one.off.removeprefix("--").replace("-", "_") for run in runs for one in settings_of(run) if one.switch}
+    names |= {f"algorithm.objective.{name}" for kind in OBJECTIVES.values() for name in kind.__dataclass_fields__}
     for text in TEXTS.values():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):

@@ -169,3 +169,12 @@ def ks(now: list[Step], then: list[Step]) -> torch.Tensor:
 
 def policy_gradient(now: list[Step], then: list[Step]) -> torch.Tensor:
     return -(A[:, None] * log_ratios(now, then)).mean()
+
+
+def divergence(kind: str, now: list[Step], ref: list[Step]) -> torch.Tensor:
+    """KL per element: exact, or the mean over elements of an estimate from each element's densities."""
+    if kind == "exact":
+        return ks(now, ref)
+    d = torch.stack([a.log_probs - b.log_probs for a, b in zip(now, ref, strict=True)], 1)
+    estimates = {"kl": d, "abs": d.abs(), "mse": d.square() / 2, "low_var_kl": (-d).exp() + d - 1}
+    return estimates[kind].flatten(2).mean(2).float()

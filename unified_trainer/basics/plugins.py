@@ -1,7 +1,7 @@
 """Objects from outside this package: package.module:NAME or path/to/file.py:NAME in settings, or entry points.
 
-A package that is installed beside this one offers methods, model families and scorers by name, as entry points of the
-groups unified_trainer.methods, unified_trainer.families and unified_trainer.scorers.
+A package that is installed beside this one offers methods, model families, scorers and policy objectives by name, as
+entry points of the groups unified_trainer.methods, .families, .scorers and .objectives.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from unified_trainer.basics.errors import MissingFileError, UserError, working_o
 from unified_trainer.basics.trust import check_code
 
 
-def installed(kind: Literal["methods", "families", "scorers"]) -> dict[str, EntryPoint]:
+def installed(kind: Literal["methods", "families", "scorers", "objectives"]) -> dict[str, EntryPoint]:
     """Return what installed packages offer, by name; `load` of an entry point imports it."""
     return {point.name: point for point in entry_points(group=f"unified_trainer.{kind}")}
 

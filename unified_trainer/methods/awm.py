@@ -8,7 +8,7 @@ from unified_trainer.methods.base import initial_copy, trained, updated_copy
 from unified_trainer.methods.rl.old_policy import NoisedSamples, OldPolicyConfig, OldPolicyMethod
 from unified_trainer.numerics.flow import Sigma, promote, sample_mean
 from unified_trainer.numerics.kl import velocity_kl
-from unified_trainer.numerics.objectives import surrogate
+from unified_trainer.numerics.objectives import Clip
 
 LEAST_ERROR = 1e-10  # keeps the slope of a power finite where an error is 0
 
@@ -44,8 +44,8 @@ class AWM(OldPolicyMethod):
         """Return -min(r A, clip(r) A) + old_kl mean (v - v_old)^2 with A = advantage / advantage_clip in [-1, 1]."""
         config, target, sigma = self.config, samples.noise - samples.x0, samples.sigma
         new, old = (log_likelihood(v, target, sigma, config.power) for v in (velocity, velocity_old))
-        log_ratio, bounds = new - old, {"clip_low": config.clip_range, "clip_high": config.clip_range}
-        gain = surrogate(log_ratio, samples.advantages / config.advantage_clip, **bounds)
+        log_ratio = new - old
+        gain = Clip()(log_ratio, samples.advantages / config.advantage_clip, config.clip_range, config.clip_range)
         loss = config.old_kl * velocity_kl(velocity, velocity_old) - gain
         outside = (log_ratio.detach().exp() - 1).abs() >= config.clip_range
         return loss, {"clip_fraction": outside.float()}

@@ -1,16 +1,16 @@
 """PPO: the student as a stochastic policy, improved by rewards above a learned value function (arXiv:1707.06347)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.ranges import Count, Fraction, NonNegative, PeriodOrZero, PositiveFraction
+from unified_trainer.basics.ranges import Count, Fraction, NonNegative, PeriodOrZero, Positive, PositiveFraction
 from unified_trainer.basics.types import Batch, PerSample, take_rows, widest
 from unified_trainer.data.batch_plan import largest_divisor
 from unified_trainer.methods.base import Loss, MethodSetup, Metrics, initial_copy, trained
@@ -21,7 +21,8 @@ from unified_trainer.methods.rl.replay import Trajectories
 from unified_trainer.methods.rl.rollout_method import PolicyMethod
 from unified_trainer.methods.rl.rollouts import ScoredSamples
 from unified_trainer.methods.rl.updates import MinibatchLoss, role_losses
-from unified_trainer.numerics.advantages import gae, standardized
+from unified_trainer.numerics.advantages import gae, standardized, vtrace
+from unified_trainer.numerics.importance_weight import scaled_log_ratio
 from unified_trainer.numerics.values import explained_variance, value_loss
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
@@ -36,6 +37,7 @@ PerTransition = Float[Tensor, "b s"]  # of each sample at the state before each 
 class DancePPOConfig(PolicyConfig):
     """Settings of the policy, of its update and of the value function."""
 
+    has_values: ClassVar[bool] = True
     num_prompts: Count = 64
     """Prompts per training step, over all ranks."""
     num_samples: Count = 1
@@ -53,6 +55,12 @@ class DancePPOConfig(PolicyConfig):
     gradient; 0 is no clip."""
     value_warmup_steps: PeriodOrZero = 0
     """Training steps at the start in which only the value function is updated."""
+    rho_bar: Positive = 1.0
+    """For algorithm.correction vtrace: largest importance ratio with which a transition corrects the value before
+    it."""
+    c_bar: Positive = 1.0
+    """For algorithm.correction vtrace: largest importance ratio with which a transition hands on the corrections of
+    later ones."""
 
     def kept(self, sampler: SamplerConfig, window: range) -> range:
         return window  # every state has a value
@@ -61,6 +69,10 @@ class DancePPOConfig(PolicyConfig):
         super().check(setup)
         if self.num_prompts * self.num_samples < 2:
             raise UserError("algorithm.num_prompts x algorithm.num_samples must be at least 2, for a std of rewards")
+        if (self.rho_bar, self.c_bar) != (1, 1) and self.correction != "vtrace":
+            raise UserError("algorithm.rho_bar and algorithm.c_bar need algorithm.correction vtrace, which reads them")
+        if self.c_bar > self.rho_bar:
+            raise UserError(f"algorithm.c_bar must be at most algorithm.rho_bar ({self.rho_bar:g}), not {self.c_bar:g}")
         if setup.sampler.chunks.causal:
             raise UserError(
                 "sampler.chunks.chunk_frames must be 0 for dance_ppo: the state of a chunk follows from the end of the "
@@ -96,7 +108,7 @@ class DancePPO(PolicyMethod):
         trajectories = self.update.trajectories(samples, step, window, rng)
         returns = self._returns(samples, trajectories, mesh, metrics)
         values = self._values(trajectories)
-        targets, advantages = self._compare(_own(returns, mesh), values)
+        targets, advantages = self._compare(trajectories, _own(returns, mesh), values, mesh)
         advantages = self._normalised(advantages[:, [trajectories.index(s) for s in trained]], mesh)
         self._note_values(mesh.gather(values), returns, window, metrics)
 
@@ -134,20 +146,40 @@ class DancePPO(PolicyMethod):
     @torch.no_grad()
     def _values(self, trajectories: Trajectories) -> PerTransition:
         """Return the present values of all states before a transition of the window, float64 on the CPU."""
-        parts = torch.arange(len(trajectories.batch)).split(self.config.update_batch)
-        values = [torch.stack([self._value(trajectories, rows, s) for s in trajectories.window], 1) for rows in parts]
-        return torch.cat(values).cpu().double()
+        return self._of_states(trajectories, partial(self._value, trajectories))
 
     def _value(self, trajectories: Trajectories, rows: Tensor, s: int) -> PerSample:
         made = trajectories.transition(s, rows)
         value = self.value.value(made.x_t, self.update.policy.sigmas[s].expand(len(rows)), made.batch.cond)
         return value.to(widest(value.device))
 
-    def _compare(self, returns: PerSample, values: PerTransition) -> tuple[PerTransition, PerTransition]:
-        """Return value targets and advantages by GAE."""
+    @torch.no_grad()
+    def _log_ratios(self, trajectories: Trajectories) -> PerTransition:
+        """Return the log importance ratios of the present policy to the one that drew the transitions; 0 at lag 0."""
+
+        def log_ratio(rows: Tensor, s: int) -> PerSample:
+            log_prob, mean, _ = self.update.density(trajectories, rows, s)
+            moved = log_prob - take_rows(trajectories.rollout.log_probs[:, trajectories.index(s)], rows.tolist())
+            return scaled_log_ratio(moved, mean[0].numel(), self.config.weight_density)
+
+        return self._of_states(trajectories, log_ratio) * (trajectories.lags > 0)[:, None]
+
+    def _of_states(self, trajectories: Trajectories, of: Callable[[Tensor, int], PerSample]) -> PerTransition:
+        """Call a function of samples and a transition for all of them, at most `update_batch` samples at a time."""
+        parts = torch.arange(len(trajectories.batch)).split(self.config.update_batch)
+        return torch.cat([torch.stack([of(rows, s) for s in trajectories.window], 1) for rows in parts]).cpu().double()
+
+    def _compare(
+        self, trajectories: Trajectories, returns: PerSample, values: PerTransition, mesh: Mesh
+    ) -> tuple[PerTransition, PerTransition]:
+        """Return value targets and advantages: by GAE, or by V-trace if it is asked for and a sample of a rank lags."""
         rewards = torch.zeros_like(values)
         rewards[:, -1] = returns  # the steps after the window are deterministic
-        return gae(rewards, values, torch.full_like(values, self.config.discount), 0.0, self.config.gae_lambda)
+        discounts, end, config = torch.full_like(values, self.config.discount), 0.0, self.config
+        if not (self.update.correction.of_values and mesh.any(bool(trajectories.lags.any()))):
+            return gae(rewards, values, discounts, end, config.gae_lambda)
+        log_rho = self._log_ratios(trajectories)
+        return vtrace(log_rho, rewards, values, discounts, end, config.rho_bar, config.c_bar, config.gae_lambda)
 
     def _normalised(self, advantages: PerTransition, mesh: Mesh) -> PerTransition:
         """Standardise the advantages over all samples and trained transitions of all ranks, and clip them."""

@@ -187,6 +187,37 @@ def curriculum(failures: Float[Tensor, " p"] | Sequence[int]) -> Float[Tensor, "
     return (counts + 1) / (counts + 1).sum()
 
 
+def vtrace(
+    log_rho: Float[Tensor, "*b s"],
+    rewards: Float[Tensor, "*b s"],
+    values: Float[Tensor, "*b s"],
+    discounts: Float[Tensor, "*b s"],
+    bootstrap: Float[Tensor, "*b"] | float,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
+    trace_decay: float = 1.0,
+) -> tuple[Float[Tensor, "*b s"], Float[Tensor, "*b s"]]:
+    """Return V-trace value targets vs and differences td (arXiv:1802.01561), float64; the last axis is time.
+
+    With V = values, r = rewards, gamma = discounts, lambda = trace_decay, rho = exp(log_rho), and ' for the next step:
+    delta = min(rho, rho_bar) (r + gamma V' - V), acc = delta + gamma lambda min(rho, c_bar) acc', vs = V + acc and
+    td = r + gamma (V' + lambda acc') - V. td has no factor rho, because a ratio objective multiplies by its own ratio.
+    V' after the last step is `bootstrap`, and acc' is 0 there. All inputs are detached.
+    """
+    log_rho, rewards, values, discounts = (x.detach().double() for x in (log_rho, rewards, values, discounts))
+    rho = log_rho.exp()
+    last = torch.as_tensor(bootstrap, dtype=torch.float64, device=values.device).detach().expand(values.shape[:-1])
+    following = torch.cat([values[..., 1:], last[..., None]], -1)
+    deltas = rho.clamp(max=rho_bar) * (rewards + discounts * following - values)
+    trace, acc = discounts * trace_decay * rho.clamp(max=c_bar), torch.zeros_like(values)
+    after, later = torch.zeros_like(last), torch.zeros_like(values)
+    for s in reversed(range(values.shape[-1])):
+        later[..., s] = after
+        after = deltas[..., s] + trace[..., s] * after
+        acc[..., s] = after
+    return values + acc, rewards + discounts * (following + trace_decay * later) - values
+
+
 def gae(
     rewards: Float[Tensor, "*b s"],
     values: Float[Tensor, "*b s"],
@@ -194,22 +225,12 @@ def gae(
     bootstrap: Float[Tensor, "*b"] | float,
     trace_decay: float,
 ) -> tuple[Float[Tensor, "*b s"], Float[Tensor, "*b s"]]:
-    """Return value targets V + A and advantages A of GAE(lambda) (arXiv:1506.02438), float64; the last axis is time.
+    """Return value targets V + A and advantages A of GAE(lambda) (arXiv:1506.02438): `vtrace` at ratio 1.
 
-    With V = values, r = rewards, gamma = discounts, lambda = trace_decay, and ' for the next step:
-    delta = r + gamma V' - V, A = delta + gamma lambda A'. With lambda = 1, A is the discounted return minus the value;
-    with lambda = 0 it is delta. V' after the last step is `bootstrap`, and A' is 0 there. All inputs are detached.
+    delta = r + gamma V' - V, A = delta + gamma lambda A', lambda = trace_decay. With lambda = 1, A is the discounted
+    return minus the value; with lambda = 0 it is delta.
     """
-    rewards, values, discounts = (x.detach().double() for x in (rewards, values, discounts))
-    last = torch.as_tensor(bootstrap, dtype=torch.float64, device=values.device).detach().expand(values.shape[:-1])
-    following = torch.cat([values[..., 1:], last[..., None]], -1)
-    deltas = rewards + discounts * following - values
-    after, acc, later = torch.zeros_like(last), torch.zeros_like(values), torch.zeros_like(values)
-    for s in reversed(range(values.shape[-1])):
-        later[..., s] = after
-        after = deltas[..., s] + discounts[..., s] * trace_decay * after
-        acc[..., s] = after
-    return values + acc, rewards + discounts * (following + trace_decay * later) - values
+    return vtrace(torch.zeros_like(values), rewards, values, discounts, bootstrap, trace_decay=trace_decay)
 
 
 def groups(rewards: Tensor, prompt_ids: Ids) -> dict[Hashable, Tensor]:

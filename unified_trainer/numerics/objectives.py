@@ -1,4 +1,7 @@
-"""The clipped objective of a policy gradient, its variants for latents of many elements, and its diagnostics.
+"""Policy objectives by name, and their diagnostics.
+
+An objective is a small frozen value: its parameters are its fields, and calling it gives the gain of each element,
+which is maximized. The loss and all diagnostics read the same value.
 
 Ratios, and what they are compared with, are in the widest dtype of their device (`types.widest`): a log-ratio is a mean
 over the D elements of a latent, and its spread of about 1e-5 at D = 1e6 is only a hundred times the spacing of float32
@@ -6,29 +9,177 @@ numbers near a ratio of 1.
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unified_trainer.basics.ranges import NonNegative, Positive, above
 from unified_trainer.basics.types import widest
 from unified_trainer.numerics.flow import sample_mean
 from unified_trainer.numerics.kl import gaussian_kl
 
 LEAST_ERROR = 1e-5  # smallest divisor of a relative error
 LOG_RATIO_LIMIT = 20.0  # log-ratios are clipped to this size before exp
+SATURATED = 0.1  # share of its largest slope below which SAPO's gate counts as saturated
+
+Bound = float | Tensor  # a number, or one number per element
 
 
-def surrogate(
-    log_ratio: Tensor, advantage: Tensor, *, clip_low: float | Tensor = 0.2, clip_high: float | Tensor = 0.2
-) -> Tensor:
-    """Return min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of each element, to be maximized (PPO, arXiv:1707.06347).
+@dataclass(frozen=True)
+class Objective:
+    """An objective of a policy gradient. Derive a frozen dataclass from it for one of your own.
 
-    r = exp(clip(log_ratio, -20, 20)), A = advantage. `clip_low` and `clip_high` are numbers or one number per element.
-    The result is in the widest dtype of its device and has the shape of `log_ratio`.
+    r = exp(clip(log_ratio, -20, 20)) and A = advantage in all formulas; lo = 1 - clip_low, hi = 1 + clip_high, and sg
+    stops the gradient.
     """
-    ratio = log_ratio.to(widest(log_ratio.device)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
+
+    kind: str = "clip"
+    """Objective: clip, none, dual_clip, soft_clip, sapo, ce_gppo, cispo or gspo (docs/methods/dance_grpo.md has the
+    formulas), the name of an installed one, or path/to/file.py:Class or package.module:Class of your own."""
+    of_sample: ClassVar[bool] = False  # whether an element's log-ratio is the mean over the transitions of its sample
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, clip_low: Bound, clip_high: Bound) -> Tensor:
+        """Return the gain of each element, in the widest dtype of its device and the shape of `log_ratio`."""
+        raise NotImplementedError(f"{type(self).__name__} must define __call__")
+
+    def metrics(self, log_ratio: Tensor, advantage: Tensor) -> Mapping[str, float]:
+        """Return statistics of this objective alone, by the name of their metric."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Unclipped(Objective):
+    """r A."""
+
+    kind: str = "none"
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, clip_low: Bound, clip_high: Bound) -> Tensor:
+        return ratio(log_ratio) * advantage
+
+
+@dataclass(frozen=True)
+class Clip(Objective):
+    """min(r A, clip(r, lo, hi) A) (PPO, arXiv:1707.06347)."""
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, clip_low: Bound, clip_high: Bound) -> Tensor:
+        r = ratio(log_ratio)
+        return torch.minimum(r * advantage, r.clamp(1 - clip_low, 1 + clip_high) * advantage)
+
+
+@dataclass(frozen=True)
+class DualClip(Clip):
+    """The clipped objective, and at least dual_clip A where A < 0 (arXiv:1912.09729)."""
+
+    kind: str = "dual_clip"
+    dual_clip: Annotated[float, above(1)] = 3.0
+    """Ratio above which an element of negative advantage has no gradient."""
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, clip_low: Bound, clip_high: Bound) -> Tensor:
+        gain = super().__call__(log_ratio, advantage, clip_low, clip_high)
+        return torch.where(advantage < 0, torch.maximum(gain, self.dual_clip * advantage), gain)
+
+
+@dataclass(frozen=True)
+class SoftClip(Objective):
+    """sg(min(r, 1 / r)^alpha) r A."""
+
+    kind: str = "soft_clip"
+    alpha: NonNegative = 1.0
+    """Exponent of the weight min(r, 1 / r); 0 does not clip."""
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, clip_low: Bound, clip_high: Bound) -> Tensor:
+        r = ratio(log_ratio)
+        return torch.minimum(r, 1 / r).detach() ** self.alpha * r * advantage
+
+
+@dataclass(frozen=True)
+class SAPO(Objective):
+    """4 / tau sigmoid(tau (r - 1)) A; tau is tau_pos where A > 0, else tau_neg (arXiv:2511.20347)."""
+
+    kind: str = "sapo"
+    tau_pos: Positive = 1.0
+    """Steepness of the gate for positive advantages."""
+    tau_neg: Positive = 1.05
+    """Steepness of the gate for advantages of 0 and below."""
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, clip_low: Bound, clip_high: Bound) -> Tensor:
+        r, tau = ratio(log_ratio), self._tau(advantage)
+        return 4 / tau * torch.sigmoid(tau * (r - 1)) * advantage
+
+    def metrics(self, log_ratio: Tensor, advantage: Tensor) -> Mapping[str, float]:
+        gate = torch.sigmoid(self._tau(advantage) * (ratio(log_ratio) - 1))
+        return {"saturated_fraction": float((4 * gate * (1 - gate) < SATURATED).double().mean())}
+
+    def _tau(self, advantage: Tensor) -> Tensor:
+        tau = torch.full_like(advantage, self.tau_neg, dtype=widest(advantage.device))
+        return tau.masked_fill(advantage > 0, self.tau_pos)
+
+
+@dataclass(frozen=True)
+class CEGPPO(Objective):
+    """r A inside the clip range; outside the gradient is scaled, not stopped (arXiv:2509.20712).
+
+    beta_low lo r / sg(r) A where A < 0 and r < lo; beta_high hi r / sg(r) A where A > 0 and r > hi; else r A.
+    """
+
+    kind: str = "ce_gppo"
+    beta_low: NonNegative = 0.75
+    """Scale of the gradient below the clip range for negative advantages."""
+    beta_high: NonNegative = 1.0
+    """Scale of the gradient above the clip range for positive advantages."""
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, clip_low: Bound, clip_high: Bound) -> Tensor:
+        r, low, high = ratio(log_ratio), 1 - clip_low, 1 + clip_high
+        unit = r / r.detach()  # 1, with the gradient of log_ratio
+        gain = torch.where((advantage < 0) & (r < low), self.beta_low * low * unit * advantage, r * advantage)
+        return torch.where((advantage > 0) & (r > high), self.beta_high * high * unit * advantage, gain)
+
+
+@dataclass(frozen=True)
+class CISPO(Objective):
+    """sg(clip(r, lo, hi)) r / sg(r) A: the weight is clipped, no gradient is (arXiv:2506.13585, where lo = 0)."""
+
+    kind: str = "cispo"
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, clip_low: Bound, clip_high: Bound) -> Tensor:
+        r = ratio(log_ratio)
+        return r.clamp(1 - clip_low, 1 + clip_high).detach() * (r / r.detach()) * advantage
+
+
+@dataclass(frozen=True)
+class GSPO(Clip):
+    """The clipped objective with one ratio per sample, exp of the mean log-ratio of its transitions (arXiv:2507.18071).
+
+    It takes log-ratios [b, s] of s transitions and gives [b]; or [b], where each is that of its sample already.
+    """
+
+    kind: str = "gspo"
+    of_sample: ClassVar[bool] = True
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, clip_low: Bound, clip_high: Bound) -> Tensor:
+        whole = log_ratio.mean(1) if log_ratio.ndim == 2 else log_ratio
+        return super().__call__(whole, advantage, clip_low, clip_high)
+
+
+OBJECTIVES: Mapping[str, type[Objective]] = {
+    kind.kind: kind for kind in (Clip, Unclipped, DualClip, SoftClip, SAPO, CEGPPO, CISPO, GSPO)
+}
+
+
+def objective_named(name: str, **parameters: float) -> Objective:
+    """Return an objective of `OBJECTIVES` with these parameters; ValueError for another name."""
+    if name not in OBJECTIVES:
+        raise ValueError(f"unknown objective {name!r}; have {', '.join(OBJECTIVES)}")
+    return OBJECTIVES[name](name, **parameters)
+
+
+def ratio(log_ratio: Tensor) -> Tensor:
+    """Return exp(clip(log_ratio, -20, 20)), in the widest dtype of its device."""
+    return log_ratio.to(widest(log_ratio.device)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def relative_error(prediction: Tensor, target: Tensor) -> Float[Tensor, " b"]:
@@ -76,26 +227,27 @@ def outside_clip(log_ratio: Tensor, *, clip_low: float | Tensor, clip_high: floa
 
 
 def diagnostics(
+    objective: Objective,
     log_ratio: Tensor,
     advantage: Tensor,
     *,
-    clip_low: float | Tensor = 0.2,
-    clip_high: float | Tensor = 0.2,
+    clip_low: Bound,
+    clip_high: Bound,
+    weight: Bound = 1.0,
 ) -> dict[str, float]:
-    """Return statistics of the clipped objective; g = dJ / dlog_ratio, U = |g| / |A|.
+    """Return statistics of an objective J; g = d(weight J) / dlog_ratio of an element, of GSPO a sample; U = |g / A|.
 
-    `clip_fraction`: share of ratios not in (lo, hi). `zero_gradient_fraction`: share with (A > 0, r > hi) or
-    (A < 0, r < lo), where it has no gradient. `u_mean`, `u_p50`, `u_p90`, `u_p99`: mean and quantiles of U.
+    `clip_fraction`: share of ratios not in (lo, hi). `zero_gradient_fraction`: share with A other than 0 and g = 0; for
+    `clip` these are (A > 0, r > hi) and (A < 0, r < lo). `u_mean`, `u_p50`, `u_p90`, `u_p99`: mean and quantiles of U.
     `ess`: (sum U)^2 / (N sum U^2), the share of samples that carry the gradient; 0 when none does. Samples with A = 0
-    count in the two fractions only.
+    count in the two fractions only. To these come the metrics of the objective's own.
     """
     log_ratio, advantage = log_ratio.detach().double(), advantage.detach().double()
     with torch.enable_grad():
         leaf = log_ratio.requires_grad_()
-        objective = surrogate(leaf, advantage, clip_low=clip_low, clip_high=clip_high)
-        (slope,) = torch.autograd.grad(objective.sum(), leaf)
-    ratio = log_ratio.detach().exp()
-    stopped = ((advantage > 0) & (ratio > 1 + clip_high)) | ((advantage < 0) & (ratio < 1 - clip_low))
+        (slope,) = torch.autograd.grad((weight * objective(leaf, advantage, clip_low, clip_high)).sum(), leaf)
+    if slope.ndim == 2:  # transitions of samples, of which an objective has one ratio
+        slope, log_ratio = slope.sum(1), log_ratio.mean(1)
     used = advantage != 0
     u = slope[used].abs() / advantage[used].abs() if bool(used.any()) else torch.zeros(1, dtype=torch.float64)
     squares = u.square().sum()
@@ -103,10 +255,11 @@ def diagnostics(
     outside = outside_clip(log_ratio.detach(), clip_low=clip_low, clip_high=clip_high)
     return {
         "clip_fraction": float(outside.double().mean()),
-        "zero_gradient_fraction": float(stopped.double().mean()),
+        "zero_gradient_fraction": float((used & (slope == 0)).double().mean()),
         "u_mean": float(u.mean()),
         "u_p50": p50,
         "u_p90": p90,
         "u_p99": p99,
         "ess": float(u.sum().square() / (len(u) * squares)) if squares > 0 else 0.0,
+        **objective.metrics(log_ratio.detach(), advantage),
     }

@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-Correction = Literal["none", "decoupled", "loglinear"]
+Proximal = Literal["none", "decoupled", "loglinear", "truncated"]
 
 
 def proximal_log_ratio(
-    correction: Correction,
+    correction: Proximal,
     log_ratio: Float[Tensor, " b"],
     log_ratio_start: Float[Tensor, " b"],
     lag: Int[Tensor, " b"],
@@ -26,10 +26,13 @@ def proximal_log_ratio(
     `decoupled`: log_ratio_start (Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298).
     `loglinear`: lag / (lag + 1) log_ratio: one training step of the lag + 1 between behavior and present policy is
     taken back (A-3PO, arXiv:2512.06547).
+    `truncated`: log_ratio, the proximal policy is the present one, so that no ratio is clipped.
     """
     log_ratio, steps = log_ratio.detach(), lag.to(log_ratio)
     if correction == "none":
         return torch.zeros_like(log_ratio)
     if correction == "decoupled":
         return torch.where(steps > 0, log_ratio_start, 0.0)
-    return steps / (steps + 1) * log_ratio
+    if correction == "loglinear":
+        return steps / (steps + 1) * log_ratio
+    return torch.where(steps > 0, log_ratio, 0.0)

@@ -1,4 +1,4 @@
-"""Methods and model families by name. The tables are text: an entry is imported when it is named."""
+"""Methods, policy objectives and model families by name. The tables are text: an entry is imported when it is named."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +14,7 @@ from unified_trainer.methods.base import Method
 from unified_trainer.models import hub
 from unified_trainer.models.base import Family, VideoModel
 from unified_trainer.models.sparse_attention import DENSE, SparseAttentionConfig
+from unified_trainer.numerics.objectives import OBJECTIVES, Objective
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
 WAN = "unified_trainer.models.wan.family:WAN"
@@ -52,6 +53,21 @@ def method_named(name: str) -> type[Method]:
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise UserError(f"--method {name} is not a subclass of unified_trainer.methods.base.Method")
     return method
+
+
+def objective_of(kind: str) -> Objective:
+    """Return an objective with its defaults; `kind` is a name, or path/to/file.py:Class or package.module:Class."""
+    key, offered = "algorithm.objective.kind", installed("objectives")
+    if kind in OBJECTIVES:
+        made = OBJECTIVES[kind]
+    elif ":" in kind:
+        made = load_object(kind, key)
+    else:
+        must_know(key, kind, [*OBJECTIVES, *offered])
+        made = offered[kind].load()
+    if not (isinstance(made, type) and issubclass(made, Objective)) or "__dataclass_params__" not in vars(made):
+        raise UserError(f"{key} {kind} is no frozen dataclass derived from unified_trainer.Objective")
+    return made(kind)
 
 
 def add_families(specs: Iterable[str]) -> None:

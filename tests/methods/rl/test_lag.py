@@ -8,6 +8,7 @@ import torch
 from helpers import REPO, ScriptedScorer, assert_near, assert_same, dance_grpo, gradients, setup_of, trainable, weights
 from policy_case import (
     CONFIG,
+    ELEMENTS,
     ODE,
     REWARDS,
     A,
@@ -18,7 +19,7 @@ from policy_case import (
     nudge,
 )
 
-from unified_trainer.numerics.objectives import diagnostics, surrogate
+from unified_trainer.numerics.objectives import Clip, diagnostics
 from unified_trainer.run.plan.plan import check
 from unified_trainer.run.settings.command_line import parse
 
@@ -29,17 +30,21 @@ from compare_lag import LaggedRollouts
 pytestmark = pytest.mark.slow  # seconds together
 
 MIXED = (0, 1, 1, 3, 0, 1, 3, 3)
-CORRECTIONS = ("decoupled", "loglinear")
+CORRECTIONS = [(name, density) for name in ("decoupled", "loglinear", "truncated") for density in ("mean", "joint")]
+
+
+def power(density: str) -> int:
+    return ELEMENTS if density == "joint" else 1
 
 
 # The loss.
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS)
-def test_samples_of_the_present_weights_are_not_corrected(correction):
+@pytest.mark.parametrize(("correction", "density"), CORRECTIONS)
+def test_samples_of_the_present_weights_are_not_corrected(correction, density):
     """Bit for bit, also where the ratio is not 1: the correction reads the lag, not the ratio."""
     plain = Case(moved=True)
-    corrected = Case(moved=True, correction=correction)
+    corrected = Case(moved=True, correction=correction, weight_density=density, weight_max=1.0)
     assert_same(corrected.gradient, plain.gradient)
     assert corrected.metrics == plain.metrics
 
@@ -48,53 +53,82 @@ def test_without_a_correction_the_lag_changes_no_gradient():
     assert_same(Case(moved=True, lags=MIXED).gradient, Case(moved=True).gradient)
 
 
-def test_decoupled_starts_at_ratio_1():
-    """J = min(r A, clip(r) A), r = 1 before the first update: no sample is clipped."""
-    case = Case(moved=True, lags=2, correction="decoupled")
+@pytest.mark.parametrize("density", ["mean", "joint"])
+def test_decoupled_starts_at_ratio_1_with_the_weights_of_the_lag(density):
+    """J = min(p / b, c) min(r A, clip(r) A), r = 1 before the first update: no sample is clipped."""
+    case = Case(moved=True, lags=2, correction="decoupled", weight_density=density, weight_max=1.5)
+    shares = []
 
     def loss(now, then):
-        return -(A[:, None] * log_ratios(now, then)).mean()
+        d = log_ratios(now, then)
+        weight = (power(density) * d.detach().double()).exp().clamp(max=1.5)
+        shares.extend([float(weight.mean()), float((weight >= 1.5).double().mean())])
+        return -(weight * A[:, None] * d).mean()
 
     assert_near(case.gradient, case.expected(loss), 1e-3)
     assert case.metrics["clip_fraction"] == case.metrics["zero_gradient_fraction"] == 0
+    assert case.metrics["importance_weight"] == pytest.approx(shares[0], rel=1e-3)
+    assert case.metrics["importance_weight_truncated"] == pytest.approx(shares[1])
+    assert (density == "joint") == (shares[1] > 0)
 
 
-def test_the_proximal_policy_of_decoupled_is_that_of_the_start_of_the_training_step():
-    """In the second update the student has left it: r = pi / p is clipped around p."""
-    changes = {"correction": "decoupled", "prompts_per_update": 1, "update_batch": 4}
+@pytest.mark.parametrize("density", ["mean", "joint"])
+def test_the_proximal_policy_of_decoupled_is_that_of_the_start_of_the_training_step(density):
+    """In the second update the student has left it: r = pi / p is clipped around p, and the weight is p / b still."""
+    changes = {"correction": "decoupled", "weight_density": density, "prompts_per_update": 1, "update_batch": 4}
     case = Case(moved=True, between=0.01, lags=2, **changes)
     _, second = case.one.roles["student"].gradients
-    now, start = trainable(), trainable()
+    now, start, then = trainable(), trainable(), trainable()
     nudge(start)
     nudge(now)
     nudge(now, 0.01)
     with torch.no_grad():
-        at_start = case.steps(start)
-    d = log_ratios(case.steps(now), at_start)
-    objective = surrogate(d, A[:, None].expand_as(d), clip_low=1e-3, clip_high=2e-3)
-    (-objective[4:].mean()).backward()
+        at_start, at_rollout = case.steps(start), case.steps(then)
+    d, p = log_ratios(case.steps(now), at_start), log_ratios(at_start, at_rollout)
+    weight = (power(density) * p.double()).exp().clamp(max=2.0)
+    objective = Clip()(d, A[:, None].expand_as(d), 1e-3, 2e-3)
+    (-(weight * objective)[4:].mean()).backward()
     assert_near(second, gradients(now.network), 1e-3)
     assert case.metrics["zero_gradient_fraction"] > 0
 
 
-def test_loglinear_by_hand():
+@pytest.mark.parametrize("density", ["mean", "joint"])
+def test_loglinear_by_hand(density):
     """With lag n the proximal log-ratio is n / (n + 1) of the present one, sample by sample."""
-    changes = {"correction": "loglinear", "clip_low": 0.01, "clip_high": 0.01}
+    changes = {"correction": "loglinear", "weight_density": density, "clip_low": 0.01, "clip_high": 0.01}
     case = Case(moved=True, lags=MIXED, **changes)
     share = torch.tensor([n / (n + 1) for n in MIXED], dtype=torch.float64)[:, None]
 
     def loss(now, then):
         d = log_ratios(now, then).double()
-        return -surrogate(d - share * d.detach(), A[:, None].expand_as(d), clip_low=0.01, clip_high=0.01).mean()
+        p = share * d.detach()
+        weight = (power(density) * p).exp().clamp(max=2.0)
+        return -(weight * Clip()(d - p, A[:, None].expand_as(d), 0.01, 0.01)).mean()
 
     assert_near(case.gradient, case.expected(loss), 1e-3)
     assert 0 < case.metrics["zero_gradient_fraction"] < Case(moved=True, lags=MIXED).metrics["zero_gradient_fraction"]
 
 
+def test_truncated_has_no_clip_and_weighs_by_the_present_policy():
+    """g = min(pi / b, c) A for samples that lag; those of lag 0 are clipped as ever."""
+    case = Case(moved=True, lags=MIXED, correction="truncated", weight_density="joint", weight_max=1.2)
+    lagging = torch.tensor(MIXED)[:, None] > 0
+
+    def loss(now, then):
+        d = log_ratios(now, then).double()
+        advantage = A[:, None].expand_as(d)
+        weight = (ELEMENTS * d.detach()).exp().clamp(max=1.2)
+        clipped = Clip()(d, advantage, 1e-3, 2e-3)
+        return -torch.where(lagging, weight * advantage * d, clipped).mean()
+
+    assert_near(case.gradient, case.expected(loss), 1e-3)
+    assert case.metrics["zero_gradient_fraction/lag_3"] == 0 < case.metrics["zero_gradient_fraction/lag_0"]
+
+
 @pytest.mark.parametrize(("lags", "calls"), [(0, 0), (2, 3)])
 def test_only_decoupled_calls_the_network_once_more_and_only_if_samples_lag(lags, calls):
     """The rollout makes four calls without gradient; then one for each of the three trained transitions."""
-    for correction in ("none", *CORRECTIONS):
+    for correction in ("none", "decoupled", "loglinear", "truncated"):
         case = Case(moved=True, lags=lags, correction=correction)
         more = calls if correction == "decoupled" else 0
         assert len(case.calls.where(graph=False)) == 4 + more
@@ -102,7 +136,7 @@ def test_only_decoupled_calls_the_network_once_more_and_only_if_samples_lag(lags
 
 @pytest.mark.parametrize("changes", [{"update_batch": 2}, {"update_batch": 1, "best_of_n": 2}])
 def test_the_corrected_gradient_does_not_depend_on_the_update_batch(changes):
-    rest = {"moved": True, "lags": MIXED, "correction": "decoupled"}
+    rest = {"moved": True, "lags": MIXED, "correction": "decoupled", "weight_density": "joint"}
     parts, whole = Case(**rest, **changes), Case(**rest, **changes | {"update_batch": 8})
     assert_near(parts.gradient, whole.gradient, 1e-3)
     assert parts.metrics == pytest.approx(whole.metrics, rel=2e-3, abs=1e-6)
@@ -121,7 +155,7 @@ def test_metrics_by_lag_are_those_of_the_samples_of_that_lag():
     for lag in (0, 1, 3):
         rows = torch.tensor(MIXED) == lag
         ratio, advantage = d[rows].flatten(), A[rows, None].expand(-1, 3).flatten()
-        wanted = diagnostics(ratio, advantage, clip_low=1e-3, clip_high=2e-3)
+        wanted = diagnostics(Clip(), ratio, advantage, clip_low=1e-3, clip_high=2e-3)
         assert case.metrics[f"approx_kl/lag_{lag}"] == pytest.approx(float(k[rows].mean()), rel=1e-3)
         for name in ("clip_fraction", "zero_gradient_fraction", "ess"):
             assert case.metrics[f"{name}/lag_{lag}"] == pytest.approx(wanted[name], rel=1e-3)
@@ -130,7 +164,7 @@ def test_metrics_by_lag_are_those_of_the_samples_of_that_lag():
 
 def test_there_are_none_without_a_lag():
     names = Case(moved=True, correction="decoupled").metrics
-    assert not [name for name in names if "lag" in name]
+    assert not [name for name in names if "lag" in name or name.startswith("importance_weight")]
 
 
 # The floor of ess.
@@ -192,7 +226,7 @@ def test_ahead_0_is_the_run_without_it_and_a_correction_changes_nothing_there():
     plain = dance_grpo(CONFIG, sampler=ODE, scorer=ScriptedScorer(REWARDS), moves=True)
     for step in range(3):
         plain.step(step)
-    one, _, _ = lagged(0, 3, correction="decoupled")
+    one, _, _ = lagged(0, 3, correction="decoupled", weight_density="joint")
     assert_same(weights(one.roles["student"].network), weights(plain.roles["student"].network))
 
 
@@ -209,6 +243,14 @@ def test_a_source_that_was_asked_to_lag_less_does():
     ("changes", "message"),
     [
         ({"correction": "decoupled", "guard": True}, r"cannot be combined with algorithm\.guard"),
+        ({"correction": "truncated", "guard": True}, r"cannot be combined with algorithm\.guard"),
+        ({"correction": "vtrace"}, r"algorithm\.correction vtrace corrects the targets of a value function"),
+        ({"weight_max": 3.0}, r"algorithm\.weight_max needs algorithm\.correction decoupled or loglinear or truncated"),
+        ({"trust_region": 0.1}, r"algorithm\.trust_region needs algorithm\.correction dppo"),
+        (
+            {"correction": "decoupled", "weight_density": "joint", "kernel": "cps", "eta": 0.5, "normalised": False},
+            r"algorithm\.weight_density joint needs the normalised density",
+        ),
     ],
 )
 def test_a_wrong_setting_names_its_key(changes, message):
@@ -219,11 +261,14 @@ def test_a_wrong_setting_names_its_key(changes, message):
 # scripts/compare_lag.py.
 
 
-@pytest.mark.parametrize("name", compare_lag.CORRECTIONS)
+@pytest.mark.parametrize("name", compare_lag.ROWS)
 def test_the_flags_of_every_row_are_a_run(name):
-    run = parse(["--method", "dance_grpo", *compare_lag.CORRECTIONS[name].split()])
+    run = parse(["--method", "dance_grpo", *compare_lag.ROWS[name].split()])
     check(run, dance_grpo(CONFIG).mesh)
-    assert name == run.algorithm.correction
+    if name in compare_lag.OBJECTIVES:
+        assert (run.algorithm.objective.kind, run.algorithm.correction) != ("clip", "none")
+        return
+    assert name == run.algorithm.correction + (", joint" if run.algorithm.weight_density == "joint" else "")
 
 
 def test_the_table_is_of_what_was_measured_and_a_finished_run_is_not_repeated(tmp_path, capsys, monkeypatch):
@@ -232,11 +277,11 @@ def test_the_table_is_of_what_was_measured_and_a_finished_run_is_not_repeated(tm
         folder = tmp_path / f"decoupled-3-{seed}"
         folder.mkdir()
         ends = [{"step": s, "validation/reward": r, "validation/accuracy": 0.5} for s, r in ((0, 2.0), (2, reward))]
-        train = [{"step": 1, "approx_kl": 0.1}, {"step": 2, "approx_kl": 0.3, "ess": 0.5}]
+        train = [{"step": 1, "approx_kl": 0.1}, {"step": 2, "approx_kl": 0.3, "importance_weight": 0.5}]
         (folder / "metrics.jsonl").write_text(
             "".join(compare_lag.json.dumps(x) + "\n" for x in (ends[0], *train, ends[1]))
         )
     compare_lag.main(output=tmp_path, steps=2, seeds=(0, 1), ahead=(3,), corrections=("decoupled",))
     *_, last = capsys.readouterr().out.splitlines()
     validated = "2.000 ± 0.000 | 3.500 ± 0.707 | 0.500 ± 0.000 | 0.500 ± 0.000"
-    assert last == f"| 3 | decoupled | {validated} | 0.2 |  | 0.5 |"
+    assert last == f"| 3 | decoupled | {validated} | 0.2 |  |  | 0.5 |"

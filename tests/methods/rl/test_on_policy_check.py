@@ -16,7 +16,7 @@ def replay(ratio: float, velocity_error: float) -> Replay:
     """A replay whose velocities differ by an rms of `velocity_error`: KL = (gain error)^2 / (2 std^2)."""
     kl = (GAIN * velocity_error) ** 2 / (2 * STD**2)
     one = torch.ones(1, dtype=torch.float64)
-    return Replay(ratio * one, ratio * one, kl * one, None, (CLIP, CLIP), torch.zeros(1, dtype=torch.int64))
+    return Replay(ratio * one, ratio * one, kl * one, None, (CLIP, CLIP), torch.zeros(1, dtype=torch.int64), 0 * one, 1)
 
 
 def test_rounding_in_bf16_beyond_the_clip_range_is_said_and_not_an_error():

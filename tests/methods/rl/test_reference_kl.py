@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from helpers import ALONE, SMALL, assert_same, checkpoint_of, cut_off, flags, frozen, metrics_of, run, small_model
-from policy_case import REWARDS, SDE, Case, ks, log_ratios
+from policy_case import REWARDS, SDE, Case, divergence, log_ratios
 
 from unified_trainer.__main__ import main
 from unified_trainer.numerics.kl import AdaptiveKL
@@ -15,6 +15,7 @@ from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.run.build import build
 from unified_trainer.run.settings.command_line import parse
 
+KINDS = ["exact", "kl", "abs", "mse", "low_var_kl"]
 KL = ["--algorithm.kl-coefficient", "0.1"]
 ADAPTER = ["--student.adapter.rank", "2"]
 CAUSAL = ["--sampler.chunks.chunk-frames", "1", "--sampler.guidance-scale", "1"]
@@ -41,16 +42,17 @@ def velocity(role, trainer) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["ode", "sde"])
-def test_kl_in_the_reward(sampler):
+@pytest.mark.parametrize("kind", KINDS)
+def test_kl_in_the_reward(kind, sampler):
     """Groups compare the reward minus 2 x the mean KL of the sample's transitions."""
     reference = frozen("reference", seed=1)
     changes = {"sampler": SDE} if sampler == "sde" else {}
-    case = Case(reference=reference, kl_in="reward", kl_coefficient=2.0, update_batch=4, **changes)
+    case = Case(reference=reference, kl_estimate=kind, kl_in="reward", kl_coefficient=2.0, update_batch=4, **changes)
     penalties = []
 
     def loss(now, then):
         with torch.no_grad():
-            penalties.append(ks(then, case.steps(reference)).mean(1))
+            penalties.append(divergence(kind, then, case.steps(reference)).mean(1))
         groups = (torch.tensor(REWARDS) - 2.0 * penalties[0]).reshape(2, 4)
         advantage = ((groups - groups.mean(1, keepdim=True)) / groups.std(1, keepdim=True)).flatten()
         return -(advantage[:, None] * log_ratios(now, then)).mean()
@@ -73,10 +75,11 @@ def test_one_kl_counts_once():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["exact", "low_var_kl"])
 @pytest.mark.parametrize("where", ["loss", "reward"])
-def test_the_coefficient_follows_the_kl(where):
+def test_the_coefficient_follows_the_kl(where, kind):
     """The coefficient starts at .5 and changes after each update of 8 samples by the rule of MATH.md."""
-    changes = {"kl_in": where, "kl_coefficient": 0.5, "kl_target": 1e-3, "kl_horizon": 100.0}
+    changes = {"kl_estimate": kind, "kl_in": where, "kl_coefficient": 0.5, "kl_target": 1e-3, "kl_horizon": 100.0}
     case = Case(reference=frozen("reference", seed=1), **changes)
     assert case.metrics["kl_coefficient"] == 0.5 and case.metrics["kl"] > 1.2e-3
     expected = 0.5 * (1 + 0.2 * 8 / 100)

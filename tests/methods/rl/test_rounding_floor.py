@@ -35,11 +35,15 @@ def test_the_floor_is_the_kl_of_the_first_update(tmp_path):
     assert FLOOR not in exact
 
 
-def test_a_kl_to_keep_below_the_floor_is_refused_before_any_weight_changes(tmp_path, capsys):
-    below = {"algorithm.kl-coefficient": 0.1, "algorithm.kl-target": 1e-30, "student.precision": "bf16"}
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("kl_target", {"algorithm.kl-coefficient": 0.1}), ("trust_region", {"algorithm.correction": "dppo"})],
+)
+def test_a_kl_to_keep_below_the_floor_is_refused_before_any_weight_changes(tmp_path, capsys, name, more):
+    below = more | {f"algorithm.{name.replace('_', '-')}": 1e-30, "student.precision": "bf16"}
     said = refused(capsys, *SMALL["dance_grpo"], *flags(below), "--output", tmp_path / "run")
-    assert "algorithm.kl_target 1e-30 is below the rounding of student.precision bf16" in said and said.count("\n") == 1
-    assert "set it above that, or to 0" in said and metrics_of(tmp_path / "run") == []
+    assert f"algorithm.{name} 1e-30 is below the rounding of student.precision bf16" in said and said.count("\n") == 1
+    assert "set it above that" in said and metrics_of(tmp_path / "run") == []
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 

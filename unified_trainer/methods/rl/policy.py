@@ -2,29 +2,42 @@
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
+import torch
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.ranges import Fraction, NonNegative, Positive, PositiveFraction, above
+from unified_trainer.basics.ranges import Fraction, NonNegative, Positive, PositiveFraction, above, at_least
 from unified_trainer.basics.types import Batch, Latents, Rollout
 from unified_trainer.methods.base import MethodSetup
+from unified_trainer.methods.rl.corrections import Correction, CorrectionName, correction_named
 from unified_trainer.methods.rl.reference_kl import KLSettings
 from unified_trainer.methods.rl.replay import transition_noise
 from unified_trainer.methods.rl.sde_windows import WindowConfig
 from unified_trainer.methods.rl.trained_steps import TrainedStepsConfig
+from unified_trainer.numerics.importance_weight import WeightDensity
 from unified_trainer.numerics.kernels import CappedPolicy, Kernel, Policy
-from unified_trainer.numerics.off_policy import Correction
+from unified_trainer.numerics.kl import KLKind
+from unified_trainer.numerics.objectives import Clip, Objective
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import Role
 from unified_trainer.sampling.equal_rows import EqualRows
 from unified_trainer.sampling.solver import SamplerConfig, rollout
 
+# Parameters of corrections, and the corrections that read them.
+PARAMETERS = {
+    "weight_density": ("decoupled", "loglinear", "truncated", "vtrace"),
+    "weight_max": ("decoupled", "loglinear", "truncated"),
+    "trust_region": ("dppo",),
+}
+
 
 @dataclass(frozen=True)
 class PolicyConfig(TrainedStepsConfig):
     """Settings of the methods that train the transitions of a stochastic policy."""
+
+    has_values: ClassVar[bool] = False  # whether a value function predicts rewards
 
     kernel: Kernel | Literal["auto"] = "auto"
     """Transition kernel of the policy; auto takes dance, or for an sde sampler its own renoising."""
@@ -38,6 +51,7 @@ class PolicyConfig(TrainedStepsConfig):
     timestep_fraction: PositiveFraction = 0.6
     """Fraction of the stochastic transitions trained, drawn anew in each training step from those that may be trained.
     It has no effect with algorithm.window.size: a window is trained whole."""
+    objective: Objective = field(default_factory=Clip)
     clip_low: PositiveFraction = 1e-4
     """The ratio is clipped at 1 - clip_low; it stays near 1 because log-densities are means over elements."""
     clip_high: Positive = 1e-4
@@ -45,10 +59,19 @@ class PolicyConfig(TrainedStepsConfig):
     clip_velocity: NonNegative = 0.0
     """Change of the velocity, rms per element, at which the ratio reaches the clip range: calibrates the range of each
     transition from its noise and the latent size. 0 takes clip_low and clip_high (experimental)."""
-    correction: Correction = "none"
+    correction: CorrectionName = "none"
     """For samples that older weights made (experimental): clip the ratio around the policy of the start of the training
-    step (decoupled, one more network call per trained transition), or around one interpolated by lag (loglinear).
-    Samples of the present weights need none."""
+    step (decoupled, one more network call per trained transition), around one interpolated by lag (loglinear) or not at
+    all (truncated), and weight samples by importance; or correct the value targets and advantages of dance_ppo
+    (vtrace). For all samples: stop the gradient of transitions that have left algorithm.trust_region (dppo)."""
+    weight_density: WeightDensity = "mean"
+    """Densities that importance weights compare: their mean over elements, which keeps the weight near 1, or joint over
+    all elements, which is unbiased and useful only while lag and latents are small."""
+    weight_max: Annotated[float, at_least(1)] = 2.0
+    """Largest importance weight; larger ones are truncated."""
+    trust_region: Positive = 1e-4
+    """For dppo: KL per element to the policy of the rollout from which a transition has no gradient if its ratio has
+    moved in the direction of its advantage."""
     ess_floor: Fraction = 0.0
     """Smallest ess, the share of samples that a step's gradient comes from, while samples lag. Below it the run warns
     and makes samples one step less ahead; 0 is no limit."""
@@ -56,6 +79,9 @@ class PolicyConfig(TrainedStepsConfig):
     """Centre the log-ratio on 0 with one spread at all steps, as GRPO-Guard does (experimental)."""
     step_weight: Literal["none", "inverse_dt", "equal"] = "none"
     """Weight of transitions: none, 1 / (sigma - sigma'), or equal gradient per velocity (experimental)."""
+    kl_estimate: KLKind = "exact"
+    """KL to the reference per element: exact for each transition, or estimated from the drawn state: kl (k1), abs, mse
+    (k2) or low_var_kl (k3). In the loss the gradient of kl has expectation zero."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Add the KL per element to the loss of each trained transition, or subtract it from a sample's reward."""
     kl_coefficient: NonNegative = 0.0
@@ -108,15 +134,23 @@ class PolicyConfig(TrainedStepsConfig):
 
     def kl_settings(self, batch: int) -> KLSettings:
         """Return the settings of the KL to the reference; `batch` samples are computed at a time."""
-        return KLSettings(self.kl_in, self.kl_coefficient, self.kl_target, self.kl_horizon, batch)
+        return KLSettings(self.kl_estimate, self.kl_in, self.kl_coefficient, self.kl_target, self.kl_horizon, batch)
+
+    def correction_value(self) -> Correction:
+        """Return the correction of these settings."""
+        return correction_named(
+            self.correction, density=self.weight_density, largest=self.weight_max, trust_region=self.trust_region
+        )
 
     def check_above(self, floor: float) -> None:
-        """Raise UserError for a `kl_target` that is not above `floor`, the KL that rounding in bf16 makes."""
-        if 0 < self.kl_target <= floor:
-            raise UserError(
-                f"algorithm.kl_target {self.kl_target:g} is below the rounding of student.precision bf16: a replay "
-                f"with unchanged weights has a KL of {floor:.2g}; set it above that, or to 0"
-            )
+        """Raise UserError for a KL to keep that is not above `floor`, the KL that rounding in bf16 makes."""
+        kept = {"trust_region": self.trust_region * (self.correction == "dppo"), "kl_target": self.kl_target}
+        for name, kl in kept.items():
+            if 0 < kl <= floor:
+                raise UserError(
+                    f"algorithm.{name} {kl:g} is below the rounding of student.precision bf16: a replay with unchanged "
+                    f"weights has a KL of {floor:.2g}; set it above that"
+                )
 
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
@@ -161,15 +195,45 @@ class PolicyConfig(TrainedStepsConfig):
     def _check_objective(self) -> None:
         if not self.kl_coefficient and (self.kl_target or self.kl_in == "reward"):
             raise UserError("algorithm.kl_target and algorithm.kl_in reward need algorithm.kl_coefficient above 0")
-        if self.correction != "none" and self.guard:
-            raise UserError(
-                f"algorithm.correction {self.correction} cannot be combined with algorithm.guard, which compares "
-                "means, not densities: set --algorithm.no-guard or --algorithm.correction none"
-            )
+        self._check_correction()
+        self._check_gain()
         if not self.normalised and (self.guard or self.step_weight == "equal" or self.clip_velocity):
             raise UserError(
                 "algorithm.guard, algorithm.step_weight equal and algorithm.clip_velocity need the normalised density: "
                 "set --algorithm.normalised"
+            )
+
+    def _check_correction(self) -> None:
+        correction, off_by_default = self.correction_value(), PolicyConfig()
+        for name, readers in PARAMETERS.items():
+            if getattr(self, name) != getattr(off_by_default, name) and self.correction not in readers:
+                raise UserError(f"algorithm.{name} needs algorithm.correction {' or '.join(readers)}, which reads it")
+        if correction.compares_densities and self.guard:
+            raise UserError(
+                f"algorithm.correction {self.correction} cannot be combined with algorithm.guard, which compares "
+                "means, not densities: set --algorithm.no-guard or --algorithm.correction none"
+            )
+        if correction.of_values and not self.has_values:
+            raise UserError(
+                f"algorithm.correction {self.correction} corrects the targets of a value function, which dance_ppo "
+                "alone has: take decoupled, loglinear or truncated"
+            )
+        if self.weight_density == "joint" and not self.normalised:
+            raise UserError("algorithm.weight_density joint needs the normalised density: set --algorithm.normalised")
+
+    def _check_gain(self) -> None:
+        """Raise UserError for an objective that does not give one number per element, before any weight is read."""
+        objective = self.objective
+        if objective.of_sample and self.clip_velocity:
+            raise UserError(
+                f"algorithm.clip_velocity must be 0 for algorithm.objective.kind {objective.kind}, whose ratio is that "
+                "of all transitions of a sample"
+            )
+        log_ratio = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+        gain = objective(log_ratio, torch.tensor([1.0, -1.0], dtype=torch.float64), self.clip_low, self.clip_high)
+        if not (isinstance(gain, torch.Tensor) and gain.shape == log_ratio.shape and gain.requires_grad):
+            raise UserError(
+                f"algorithm.objective.kind {objective.kind} must return one gain per element, a function of log_ratio"
             )
 
 

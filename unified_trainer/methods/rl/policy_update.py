@@ -19,15 +19,10 @@ from unified_trainer.methods.rl.policy import PolicyConfig
 from unified_trainer.methods.rl.reference_kl import ReferenceKL
 from unified_trainer.methods.rl.replay import Replay, ReplayCollector, ReplayStats, Trajectories, Transition
 from unified_trainer.methods.rl.rollouts import Rollouts, ScoredSamples
+from unified_trainer.methods.rl.sample_ratio import Compare, of_samples
 from unified_trainer.methods.rl.updates import LossAt, MinibatchLoss, update_losses
 from unified_trainer.numerics.kl import gaussian_kl
-from unified_trainer.numerics.objectives import (
-    calibrated_clip,
-    diagnostics,
-    guarded_log_ratio,
-    surrogate,
-)
-from unified_trainer.numerics.off_policy import proximal_log_ratio
+from unified_trainer.numerics.objectives import calibrated_clip, diagnostics, guarded_log_ratio
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import Frozen, Trainable
@@ -54,6 +49,7 @@ class PolicyUpdate:
         of its own.
         """
         self.config, self.sampler, self.student, self.policy = config, sampler, student, config.policy(sampler)
+        self.objective, self.correction = config.objective, config.correction_value()
         self.kl = ReferenceKL(config.kl_settings(update_batch), sampler, self.policy, reference)
         self._same_noise = same_noise and not sampler.chunks.causal
         self.on_policy, self._update_batch = OnPolicyCheck(student.config.precision, self.policy), update_batch
@@ -96,7 +92,7 @@ class PolicyUpdate:
         trajectories = self.trajectories(samples, version, window, rng)
         for rows in torch.arange(len(samples.batch)).split(self._update_batch):
             for s in trained:
-                replay = self._replay(trajectories, rows, s)
+                replay = self._replay(trajectories, rows, s, with_kl=False)
                 self.on_policy.worker(replay, s, maker, version)
 
     def losses(
@@ -128,7 +124,7 @@ class PolicyUpdate:
         self._unchanged = not lagging
         if lagging:
             self.on_policy.over = True  # a replay with newer weights than the rollout's differs
-            if self.config.correction == "decoupled":
+            if self.correction.needs_start:
                 trajectories = self._with_start(trajectories, trained, updates)
         return partial(self._start_update, trajectories, advantages, trained, mesh)
 
@@ -156,14 +152,19 @@ class PolicyUpdate:
     ) -> LossAt:
         """Return the function that computes the losses of one update and, with the last one, its metrics."""
         collector = ReplayCollector()
+        compare: Compare = partial(self._replay, with_kl=True)
+        if self.objective.of_sample:
+            ratios = partial(self._replay, with_kl=False)
+            compare = of_samples(ratios, compare, trajectories, minibatches, trained)
 
         def loss_at(minibatch: Minibatch, s: int, last: bool) -> MinibatchLoss:
-            replay = self._replay(trajectories, minibatch.rows, s)
+            replay = compare(trajectories, minibatch.rows, s)
             advantage = advantages[minibatch.rows, trained.index(s)].to(widest(self.student.device))
             advantage = advantage.to(self.student.device, non_blocking=True)
+            weight = self.correction.weight(replay, advantage)
             self.on_policy.update(replay, s)
-            collector.add(replay, advantage, minibatch)
-            value = self._loss(replay, advantage, minibatch, s)
+            collector.add(replay, advantage, weight, minibatch)
+            value = self._loss(replay, advantage, weight, minibatch, s)
             if not last:
                 return MinibatchLoss(value)
             metrics = self._metrics(collector.gathered(mesh, len(trained)), trained, trajectories.batch)
@@ -188,7 +189,7 @@ class PolicyUpdate:
         mean, std = self.policy.step(s, made.x_t, velocity)
         return self.policy.log_prob(made.x_next, mean, std), mean, std
 
-    def _replay(self, trajectories: Trajectories, rows: Tensor, s: int) -> Replay:
+    def _replay(self, trajectories: Trajectories, rows: Tensor, s: int, *, with_kl: bool) -> Replay:
         """Compare transition s under the present weights with the rollout, the proximal policy and the reference."""
         config = self.config
         made, equal = trajectories.transition(s, rows), trajectories.equal_rows(rows, s)
@@ -199,24 +200,24 @@ class PolicyUpdate:
         mean_old = made.x_next - std * trajectories.noise(made.batch, s)
         ratio = guarded_log_ratio(log_ratio, mean, mean_old, std) if config.guard else log_ratio
         start = take_rows(trajectories.start_log_probs[:, trajectories.index(s)], rows.tolist()) - made.log_prob
-        proximal = proximal_log_ratio(config.correction, log_ratio, start, lag)
+        proximal = self.correction.proximal(log_ratio, start, lag)
         kl_old = gaussian_kl(mean.detach(), mean_old, std)
         kl = None
-        if self.kl.in_loss:
+        if with_kl and self.kl.in_loss:
             kl = self.kl.of_transition(s, made, mean, equal)
-        return Replay(log_ratio, ratio - proximal, kl_old, kl, self._clip(s, elements), lag)
+        return Replay(log_ratio, ratio - proximal, kl_old, kl, self._clip(s, elements), lag, proximal, elements)
 
     def _loss(
         self,
         replay: Replay,
         advantage: PerSample,
+        weight: PerSample,
         minibatch: Minibatch,
         s: int,
     ) -> Float[Tensor, ""]:
-        """-objective + coefficient KL of one transition, weighted over the samples of the minibatch."""
+        """-weight objective + coefficient KL of one transition, weighted over the samples of the minibatch."""
         low, high = replay.clip
-        objective = surrogate(replay.ratio, advantage, clip_low=low, clip_high=high)
-        loss = -self._step_weight(s) * objective
+        loss = -self._step_weight(s) * weight * self.objective(replay.ratio, advantage, low, high)
         if replay.kl_reference is not None:
             loss = loss + self.kl.coefficient * replay.kl_reference
         return (minibatch.weights.to(loss, non_blocking=True) * loss).sum()
@@ -254,7 +255,7 @@ class PolicyUpdate:
         metrics |= self._rounding(metrics["approx_kl"])
         if config.clip_velocity:
             metrics |= {"clip_low": float(clips[:, 0].mean()), "clip_high": float(clips[:, 1].mean())}
-        metrics |= self._diagnostics(stats, clips)
+        metrics |= {**self._diagnostics(stats, clips), **self.correction.metrics(stats)}
         if bool(stats.lag.any()):
             metrics |= self._lag_metrics(stats, clips)
         if self.kl.in_loss:
@@ -285,6 +286,6 @@ class PolicyUpdate:
     def _diagnostics(self, stats: ReplayStats, clips: Float[Tensor, "s 2"]) -> dict[str, float]:
         """Return the objective's diagnostics; `clips` are the clip ranges of the trained transitions."""
         low, high = clips.T
-        ratio, advantage = stats.ratio.flatten(), stats.advantage.flatten()
+        ratio, advantage, weight = stats.ratio.flatten(), stats.advantage.flatten(), stats.weight.flatten()
         low, high = (bound.expand(stats.ratio.shape).flatten() for bound in (low, high))
-        return diagnostics(ratio, advantage, clip_low=low, clip_high=high)
+        return diagnostics(self.objective, ratio, advantage, clip_low=low, clip_high=high, weight=weight)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -12,7 +13,7 @@ from unified_trainer.basics.types import Latents, PerSample
 from unified_trainer.methods.base import Metrics
 from unified_trainer.methods.rl.replay import Trajectories, Transition
 from unified_trainer.numerics.kernels import Policy
-from unified_trainer.numerics.kl import AdaptiveKL, gaussian_kl
+from unified_trainer.numerics.kl import AdaptiveKL, KLKind, gaussian_kl, gaussian_kl_estimate
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.role import Frozen
 from unified_trainer.sampling.equal_rows import EqualRows
@@ -23,6 +24,7 @@ from unified_trainer.sampling.solver import SamplerConfig, policy_velocity
 class KLSettings:
     """The settings that a method with a reference KL hands over."""
 
+    kind: KLKind
     where: Literal["loss", "reward"]
     coefficient: float
     target: float  # KL that an adaptive coefficient settles at; 0 keeps the coefficient
@@ -42,6 +44,7 @@ class ReferenceKL:
     def __init__(self, settings: KLSettings, sampler: SamplerConfig, policy: Policy, reference: Frozen | None) -> None:
         check_reference(settings.coefficient, reference)
         self._settings, self._sampler, self._policy, self._reference = settings, sampler, policy, reference
+        self._estimate = partial(gaussian_kl_estimate, settings.kind) if settings.kind != "exact" else _exact
         self._adaptive = (
             AdaptiveKL(settings.coefficient, settings.target, settings.horizon) if settings.target else None
         )
@@ -69,7 +72,7 @@ class ReferenceKL:
         with torch.no_grad():
             velocity = policy_velocity(self._reference, made.x_t, sigma, made.batch, self._sampler, made.x0, equal)
         mean_ref, std = self._policy.step(s, made.x_t, velocity)
-        return gaussian_kl(mean, mean_ref, std)
+        return self._estimate(made.x_next, mean, mean_ref, std)
 
     @torch.no_grad()
     def of_samples(self, trajectories: Trajectories) -> PerSample:
@@ -108,3 +111,8 @@ class ReferenceKL:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if self._adaptive:
             self._adaptive.coefficient = float(state["kl_coefficient"])
+
+
+def _exact(x_next: Latents, mean: Latents, mean_ref: Latents, std: Tensor) -> PerSample:
+    """Return the KL itself, which does not read the state that was drawn."""
+    return gaussian_kl(mean, mean_ref, std)

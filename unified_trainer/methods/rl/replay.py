@@ -90,6 +90,8 @@ class Replay:
     kl_reference: PerSample | None  # KL to the reference, where the loss has one
     clip: tuple[float, float]  # how far below and above 1 the ratio may go
     lag: Int[Tensor, " b"]  # training steps between the weights of the rollout and the present ones
+    proximal: PerSample  # log-ratio of the proximal policy to that of the rollout, without gradient
+    elements: int  # of a sample's latents
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class ReplayStats:
     kl_old: Float[Tensor, "n s"]
     kl_reference: Float[Tensor, "n s"]
     lag: Float[Tensor, "n s"]
+    weight: Float[Tensor, "n s"]
     advantage: Float[Tensor, "n s"]
 
     def of_lag(self, lag: float) -> "ReplayStats":
@@ -123,13 +126,13 @@ class ReplayStats:
 class ReplayCollector:
     """Collects the replays of one update: minibatches within transitions."""
 
-    _rows: list[Tensor] = field(default_factory=list)  # one [m, 7] for each minibatch of each transition
+    _rows: list[Tensor] = field(default_factory=list)  # one [m, 8] for each minibatch of each transition
 
-    def add(self, replay: Replay, advantage: PerSample, minibatch: Minibatch) -> None:
-        """Add one transition of a minibatch."""
+    def add(self, replay: Replay, advantage: PerSample, weight: PerSample, minibatch: Minibatch) -> None:
+        """Add one transition of a minibatch, with the weights of its gains."""
         kl = torch.zeros_like(replay.kl_old) if replay.kl_reference is None else replay.kl_reference
         real = minibatch.real.to(replay.kl_old, non_blocking=True)
-        columns = (replay.log_ratio, replay.ratio, replay.kl_old, kl, replay.lag, advantage, real)
+        columns = (replay.log_ratio, replay.ratio, replay.kl_old, kl, replay.lag, weight, advantage, real)
         self._rows.append(torch.stack([column.detach().to(real, non_blocking=True) for column in columns], 1))
 
     def gathered(self, mesh: Mesh, transitions: int) -> ReplayStats:

@@ -13,21 +13,24 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_yaml
 from unified_trainer.basics.ranges import Minutes, range_of, reason
 from unified_trainer.methods import METHODS
+from unified_trainer.numerics.objectives import OBJECTIVES
 from unified_trainer.parallel.mesh import ParallelConfig
 from unified_trainer.rewards.reward import RewardConfig, ScorerConfig
 from unified_trainer.run.checkpoint.manifest import trained_sampler
-from unified_trainer.run.registry import add_families, method_named
+from unified_trainer.run.registry import add_families, method_named, objective_of
 from unified_trainer.run.settings import run_paths
 from unified_trainer.run.settings.config import ConfigError, RunConfig, flat, load_recipe, merged, run_class
 from unified_trainer.run.settings.flags import UnknownFlagError, apply, split, words_of
 from unified_trainer.run.settings.settings import Setting, settings_of
+
+OBJECTIVE_KIND = "algorithm.objective.kind"
 
 
 def parse(argv: Sequence[str]) -> RunConfig:
     """Return the run that the command line asks for; UserError names a wrong flag, or a wrong key and its file."""
     run = before_flags(argv)
     with _other_methods_named(run):
-        run = apply(_with_named(run, [name.removeprefix("--") for name, _ in split(argv)]), argv)
+        run = apply(_with_named(run, {name.removeprefix("--"): "" for name, _ in split(argv)}), argv)
     return _accepted(run)
 
 
@@ -64,7 +67,7 @@ def _accepted(run: RunConfig) -> RunConfig:
 
 
 def before_flags(argv: Sequence[str]) -> RunConfig:
-    """Return the run by the method, recipe and saved file that the command line names, without its other flags.
+    """Return the run by the method, recipe, saved file and objective that the command line names, without other flags.
 
     The sampler that the checkpoint of --init-from was trained for, if any, overrides the recipe.
     """
@@ -89,7 +92,7 @@ def before_flags(argv: Sequence[str]) -> RunConfig:
     for origin, layer in layers.items():
         with _other_methods_named(run):
             run = _with_file(run, flat(layer), origin)
-    return run
+    return _with_objective(run, _given(argv, {}).get(OBJECTIVE_KIND))
 
 
 def _default_recipe(argv: Sequence[str], saved: Mapping[str, Any], run: RunConfig) -> str:
@@ -174,6 +177,11 @@ def _other_methods_named(run: RunConfig) -> Iterator[None]:
     try:
         yield
     except UnknownFlagError as error:
+        section, _, name = error.key.rpartition(".")
+        kinds, known = [kind for kind, made in OBJECTIVES.items() if name in made.__dataclass_fields__], _known(run)
+        if f"{section}.kind" == OBJECTIVE_KIND and kinds and OBJECTIVE_KIND in known:
+            others = f"{' or '.join(kinds)}, not of {known[OBJECTIVE_KIND].default}"
+            raise ConfigError(f"{error.name} is a setting of --{OBJECTIVE_KIND} {others}") from error
         having = [name for name in METHODS if error.key in _known(run_class(method_named(name))())]
         if not having:
             raise
@@ -182,7 +190,7 @@ def _other_methods_named(run: RunConfig) -> Iterator[None]:
 
 def _with_file(tree: Any, values: Mapping[str, Any], file: str) -> Any:
     """Apply the values of a file by the same parser as flags."""
-    tree = _with_named(tree, list(values))
+    tree = _with_named(tree, values)
     known = _known(tree)
     changed = {key: value for key, value in values.items() if key not in known or not _equal(known[key].default, value)}
     return apply(tree, words_of(changed, known, file), file) if changed else tree
@@ -193,12 +201,13 @@ def _equal(default: Any, value: Any) -> bool:
     return type(default) is type(value) and default == value
 
 
-def _with_named(tree: Any, keys: Sequence[str]) -> Any:
-    """Add every scorer, setting of a scorer's own and set of prompts that a key names, so that the key is known.
+def _with_named(tree: Any, given: Mapping[str, Any]) -> Any:
+    """Add what keys and values name, so that the keys of its settings are known.
 
-    Such keys are reward.scorers.NAME.weight, reward.settings.KEY, reward.scorers.NAME.settings.KEY and
-    validation.sets.NAME.
+    Such keys are reward.scorers.NAME.weight, reward.settings.KEY, reward.scorers.NAME.settings.KEY,
+    validation.sets.NAME, and algorithm.objective.kind, whose value decides which settings an objective has.
     """
+    keys, tree = list(given), _with_objective(tree, given.get(OBJECTIVE_KIND))
     matches = [re.match(r"reward(?:\.scorers\.([\w-]+))?(?:\.settings\.([\w-]+)$)?", key) for key in keys]
     named = [[part and part.replace("-", "_") for part in match.groups()] for match in matches if match]
     scorers = {name: ScorerConfig() for name, _ in named if name} | tree.reward.scorers
@@ -214,6 +223,15 @@ def _with_named(tree: Any, keys: Sequence[str]) -> Any:
         return tree
     sets = dict.fromkeys(found, "") | tree.validation.sets
     return dataclasses.replace(tree, validation=dataclasses.replace(tree.validation, sets=sets))
+
+
+def _with_objective(tree: Any, kind: object) -> Any:
+    """Return the tree with the objective of this kind, unless it has one of it already or its method has none."""
+    known = _known(tree)
+    if not kind or not isinstance(kind, str) or OBJECTIVE_KIND not in known or known[OBJECTIVE_KIND].default == kind:
+        return tree
+    algorithm = dataclasses.replace(tree.algorithm, objective=objective_of(kind))
+    return dataclasses.replace(tree, algorithm=algorithm)
 
 
 def _with_setting(config: ScorerConfig, key: str) -> Any:

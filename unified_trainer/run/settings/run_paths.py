@@ -21,7 +21,7 @@ PATHS = re.compile(
     r"([\w.-]+\.)?path|reward\.([\w.-]+\.)?python|encoders\.cache|(validation\.)?prompts|validation\.(sets\.[\w-]+|real_clips|i3d)"
 )
 PINNED = re.compile(r"@[0-9a-f]{40}(/|$)")  # in a hub id, or a hub's file, of config.yaml
-OBJECTS = re.compile(r"method|families|tracking\.custom|reward\.([\w.-]+\.)?kind")
+OBJECTS = re.compile(r"method|families|tracking\.custom|algorithm\.objective\.kind|reward\.([\w.-]+\.)?kind")
 
 
 def located(settings: Mapping[str, Any], run: Path) -> dict[str, Any]:
