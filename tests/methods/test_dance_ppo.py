@@ -90,7 +90,7 @@ def values_and_gradient(calls: list[torch.Tensor], cond, loss) -> dict[str, torc
     copy = Value("value", Backbone(small_model(1), ALONE, trained=True), TrainableConfig())
     for i, weight in enumerate(copy._heads[""].parameters()):
         weight.data.copy_(0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(i)))
-    levels = [sigma.expand(len(calls[0])) for sigma in SIGMAS[: STEPS - 1]]
+    levels = [sigma.expand(len(calls[0])) for sigma in SIGMAS[: len(calls)]]
     values = torch.stack([copy.value(x, level, cond) for x, level in zip(calls, levels, strict=True)], 1).double()
     loss(values).backward()
     head = {f"value.{key}": p.grad for key, p in copy._heads[""].named_parameters()}
@@ -290,6 +290,54 @@ def test_every_objective_at_unchanged_weights_has_the_gradient_of_the_clipped_on
         assert_near(changed[name], clipped[name], 1e-5)
 
 
+# Causal students.
+
+CAUSAL = SamplerConfig(num_steps=STEPS, guidance_scale=1.0, chunks=ChunkConfig(chunk_frames=1))
+
+
+def test_a_causal_student_has_one_value_for_each_sample_that_of_its_initial_noise():
+    """Its advantages are R - V(initial noise) at every transition; the value function moves to R there alone."""
+    one = trainer(sampler=CAUSAL, head=0.3, normalise_advantages=False, value_clip=0.0)
+    calls, seen, begin = Calls.of(one.roles["value"]), [], one.method.update.begin
+    one.method.update.begin = lambda trajectories, advantages, *rest: (
+        seen.append((trajectories, advantages)) or begin(trajectories, advantages, *rest)
+    )
+    one.step(0)
+    ((trajectories, advantages),) = seen
+    noise = trajectories.rng.noise("initial", trajectories.batch.sample_ids, trajectories.batch.latent_shape)
+    assert [torch.equal(x, noise) for x in calls.x_t] == [True, True] and calls.graph == [False, True]
+    expected = values_and_gradient(
+        [noise],
+        one.loader.batch(0).cond,
+        lambda values: (
+            seen.append(values.detach())
+            or ((values[:, 0] - torch.tensor(STANDARD, dtype=torch.float64)).square().mean() / 2)
+        ),
+    )
+    torch.testing.assert_close(advantages, (torch.tensor(STANDARD).double()[:, None] - seen[1]).expand(-1, STEPS - 1))
+    assert_near(one.roles["value"].gradients[0], expected, 1e-4)
+
+
+@pytest.mark.parametrize("density", ["mean", "joint"])
+def test_v_trace_of_a_causal_student_by_hand(density):
+    """With one value V of a sample, td_s = (R - V) times the product of min(1, rho) over the transitions after s."""
+    one = trainer(sampler=CAUSAL, head=0.3, correction="vtrace", weight_density=density, normalise_advantages=False)
+    one.method.sample_from(Stale(one.method.rollouts, 1))
+    rho, values, compare = [], [], one.method._compare
+    ratios = one.method._log_ratios
+    one.method._log_ratios = lambda trajectories: rho.append(ratios(trajectories).fill_(-0.5)) or rho[0]
+    one.method._compare = lambda trajectories, returns, value, mesh: (
+        values.append((value, compare(trajectories, returns, value, mesh))) or values[0][1]
+    )
+    one.step(0)
+    ((value, (targets, advantages)),) = values
+    error = torch.tensor(STANDARD, dtype=torch.float64) - value[:, 0]
+    for s in range(STEPS - 1):
+        after = STEPS - 2 - s
+        torch.testing.assert_close(advantages[:, s], error * torch.exp(torch.tensor(-0.5 * after)))
+        torch.testing.assert_close(targets[:, s], value[:, 0] + error * torch.exp(torch.tensor(-0.5 * (after + 1))))
+
+
 # The whole program.
 
 
@@ -323,9 +371,12 @@ def test_two_experts_of_both_roles(run_folder):
     ("changes", "message"),
     [
         ({"num_prompts": 1, "prompts_per_update": 1}, r"num_prompts x algorithm\.num_samples must be at least 2"),
-        (
-            {"sampler": SamplerConfig(num_steps=STEPS, chunks=ChunkConfig(chunk_frames=1))},
-            r"sampler\.chunks\.chunk_frames must be 0 for dance_ppo: .*; dance_grpo trains causal students",
+        *(
+            (
+                {"sampler": SamplerConfig(num_steps=STEPS, chunks=ChunkConfig(chunk_frames=1))} | changes,
+                r"algorithm\.window\.size must be 0, algorithm\.discount 1 and algorithm\.gae_lambda 1 for a causal",
+            )
+            for changes in ({"window": WindowConfig(size=1)}, {"discount": 0.9}, {"gae_lambda": 0.5})
         ),
         ({"correction": "vtrace", "c_bar": 2.0}, r"algorithm\.c_bar must be at most algorithm\.rho_bar \(1\), not 2"),
         ({"rho_bar": 2.0}, r"algorithm\.rho_bar and algorithm\.c_bar need algorithm\.correction vtrace"),

@@ -362,10 +362,13 @@ def dance_ppo(
 ) -> Trainer:
     """A trainer of the small network and of a value function with a network of its own; both record.
 
+    With a causal sampler the student is causal; the value function never is.
     `head` is the size of the weights that the value function's head starts with.
     """
     role = role or TrainableConfig(max_grad_norm=0.0)
-    student = Recorder(role, mesh=mesh, moves=moves)
+    student: Trainable = Recorder(role, mesh=mesh, moves=moves)
+    if sampler.chunks.causal:
+        student = RecordingStudent("student", Backbone(small_causal(), mesh, trained=True), role, moves=moves)
     value = RecordingValue("value", Backbone(small_model(1), mesh, trained=True), role, moves=moves)
     for i, weight in enumerate(value._heads[""].parameters()):
         given = head * torch.randn(weight.shape, generator=torch.Generator().manual_seed(i))

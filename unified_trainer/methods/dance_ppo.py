@@ -73,16 +73,16 @@ class DancePPOConfig(PolicyConfig):
             raise UserError("algorithm.rho_bar and algorithm.c_bar need algorithm.correction vtrace, which reads them")
         if self.c_bar > self.rho_bar:
             raise UserError(f"algorithm.c_bar must be at most algorithm.rho_bar ({self.rho_bar:g}), not {self.c_bar:g}")
-        if setup.sampler.chunks.causal:
+        if setup.sampler.chunks.causal and (self.window.size or (self.discount, self.gae_lambda) != (1, 1)):
             raise UserError(
-                "sampler.chunks.chunk_frames must be 0 for dance_ppo: the state of a chunk follows from the end of the "
-                "chunk before, so that values of states are no baseline; dance_grpo trains causal students"
+                "algorithm.window.size must be 0, algorithm.discount 1 and algorithm.gae_lambda 1 for a causal "
+                "student: each of its samples has one value, that of the initial noise"
             )
         value = setup.roles["value"]
         if isinstance(value, TrainableConfig) and value.ema_decay:
             raise UserError("value.ema_decay must be 0: nothing reads an average of the value function")
         sigmas = setup.sampler.sigmas().tolist()
-        states = {s for window in self.windows(setup.sampler) for s in window}
+        states = {s for window in self.windows(setup.sampler) for s in valued(window, setup.sampler)}
         setup.require_trained("value", [[sigmas[s]] for s in sorted(states)], "algorithm.window")
 
 
@@ -116,7 +116,7 @@ class DancePPO(PolicyMethod):
         value_at = partial(self._value_loss, trajectories, values, targets)
         start_update = self.update.begin(trajectories, advantages, trained, updates, mesh)
         for minibatches in updates:
-            yield from role_losses("value", minibatches, window, value_at, metrics)
+            yield from role_losses("value", minibatches, valued(window, self.sampler), value_at, metrics)
             if step >= self.config.value_warmup_steps:
                 yield from role_losses("student", minibatches, trained, start_update(minibatches), metrics)
 
@@ -146,7 +146,9 @@ class DancePPO(PolicyMethod):
     @torch.no_grad()
     def _values(self, trajectories: Trajectories) -> PerTransition:
         """Return the present values of all states before a transition of the window, float64 on the CPU."""
-        return self._of_states(trajectories, partial(self._value, trajectories))
+        states = valued(trajectories.window, self.sampler)
+        values = self._of(states, trajectories, partial(self._value, trajectories))
+        return values.expand(-1, len(trajectories.window))
 
     def _value(self, trajectories: Trajectories, rows: Tensor, s: int) -> PerSample:
         made = trajectories.transition(s, rows)
@@ -162,12 +164,14 @@ class DancePPO(PolicyMethod):
             moved = log_prob - take_rows(trajectories.rollout.log_probs[:, trajectories.index(s)], rows.tolist())
             return scaled_log_ratio(moved, mean[0].numel(), self.config.weight_density)
 
-        return self._of_states(trajectories, log_ratio) * (trajectories.lags > 0)[:, None]
+        return self._of(trajectories.window, trajectories, log_ratio) * (trajectories.lags > 0)[:, None]
 
-    def _of_states(self, trajectories: Trajectories, of: Callable[[Tensor, int], PerSample]) -> PerTransition:
-        """Call a function of samples and a transition for all of them, at most `update_batch` samples at a time."""
+    def _of(
+        self, transitions: range, trajectories: Trajectories, number: Callable[[Tensor, int], PerSample]
+    ) -> PerTransition:
+        """Return a number of all samples at these transitions, computed for `update_batch` samples at a time."""
         parts = torch.arange(len(trajectories.batch)).split(self.config.update_batch)
-        return torch.cat([torch.stack([of(rows, s) for s in trajectories.window], 1) for rows in parts]).cpu().double()
+        return torch.cat([torch.stack([number(rows, s) for s in transitions], 1) for rows in parts]).cpu().double()
 
     def _compare(
         self, trajectories: Trajectories, returns: PerSample, values: PerTransition, mesh: Mesh
@@ -221,6 +225,15 @@ class DancePPO(PolicyMethod):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         super().load_state_dict(state)
         self.scale.copy_(state["reward_scale"])
+
+
+def valued(window: range, sampler: SamplerConfig) -> range:
+    """Return the transitions of a window whose states have a value: all, or the first one for a causal student.
+
+    The state of a causal student's later chunk follows from what was drawn for the chunks before it, so that its value
+    would be no baseline of these draws. The initial noise depends on none of them.
+    """
+    return window[:1] if sampler.chunks.causal else window
 
 
 def _own(rows: Tensor, mesh: Mesh) -> Tensor:
