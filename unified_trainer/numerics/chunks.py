@@ -13,6 +13,9 @@ from torch import Tensor
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Decay, FramesOrZero
 
+# Settings that say how a method rolls out, which a student of other methods need not keep; the rest it fits.
+ROLLED_OUT = ("window_frames", "sink_frames", "rolling_sink")
+
 
 @dataclass(frozen=True)
 class ChunkConfig:

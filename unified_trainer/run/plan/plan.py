@@ -42,6 +42,7 @@ from unified_trainer.run.plan.shift import note_shift
 from unified_trainer.run.plan.sparse import check_sparse
 from unified_trainer.run.registry import family_of, method_named
 from unified_trainer.run.settings.batch import batch_of, with_fitting_batch
+from unified_trainer.run.settings.command_line import replaced_by_checkpoint
 from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe, recipes
 from unified_trainer.run.tracking.external import check_tracking
 from unified_trainer.run.tracking.rollouts import check_rollouts
@@ -150,6 +151,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         fitted,
         _misfit(run, method),
         without_adapter(roles),
+        replaced_by_checkpoint(run),
         left_at_base(run, roles),
         check_causal_teacher(run, roles),
         sparse_note,

@@ -13,17 +13,19 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_yaml
 from unified_trainer.basics.ranges import Minutes, range_of, reason
 from unified_trainer.methods import METHODS
+from unified_trainer.numerics.chunks import ROLLED_OUT
 from unified_trainer.numerics.objectives import OBJECTIVES
 from unified_trainer.parallel.mesh import ParallelConfig
 from unified_trainer.rewards.reward import RewardConfig, ScorerConfig
 from unified_trainer.run.checkpoint.manifest import trained_sampler
 from unified_trainer.run.registry import add_families, method_named, objective_of
 from unified_trainer.run.settings import run_paths
-from unified_trainer.run.settings.config import ConfigError, RunConfig, flat, load_recipe, merged, run_class
+from unified_trainer.run.settings.config import ConfigError, RunConfig, flat, load_recipe, merged, plain, run_class
 from unified_trainer.run.settings.flags import UnknownFlagError, apply, split, words_of
 from unified_trainer.run.settings.settings import Setting, settings_of
 
 OBJECTIVE_KIND = "algorithm.objective.kind"
+ROLLED_OUT_KEYS = {f"sampler.chunks.{name}" for name in ROLLED_OUT}
 
 
 def parse(argv: Sequence[str]) -> RunConfig:
@@ -69,7 +71,8 @@ def _accepted(run: RunConfig) -> RunConfig:
 def before_flags(argv: Sequence[str]) -> RunConfig:
     """Return the run by the method, recipe, saved file and objective that the command line names, without other flags.
 
-    The sampler that the checkpoint of --init-from was trained for, if any, overrides the recipe.
+    The sampler that the checkpoint of --init-from was trained for, if any, overrides the recipe in what the student
+    fits. How the method rolls out is the recipe's affair; where it does not say, it is the checkpoint's.
     """
     sources = _Sources.read(argv)
     saved = flat(read_yaml(sources.saved, "" if sources.resumed else "--config")) if sources.saved else {}
@@ -83,16 +86,46 @@ def before_flags(argv: Sequence[str]) -> RunConfig:
     # A saved run has all its settings; those that are newer keep the code's defaults, whatever its recipe says today.
     sections = load_recipe(recipe) if recipe and not sources.resumed else {}
     sampler = trained_sampler(sources.init_from) if sources.init_from and not sources.resumed else None
+    fits, rolled_out = _divided(sampler or {})
     settings = _without_other_path(merged(sections.get("common", {}), sections.get(name, {})), _given(argv, saved))
+    if ROLLED_OUT_KEYS & flat(settings).keys():
+        rolled_out = {}
     layers = {
+        f"--init-from {sources.init_from}, its chunks": rolled_out,
         f"recipe {recipe}": {**settings, "method": name, "recipe": recipe},
-        f"--init-from {sources.init_from}": {"sampler": sampler} if sampler else {},
+        f"--init-from {sources.init_from}": fits,
         str(sources.saved): saved,
     }
     for origin, layer in layers.items():
         with _other_methods_named(run):
             run = _with_file(run, flat(layer), origin)
     return _with_objective(run, _given(argv, {}).get(OBJECTIVE_KIND))
+
+
+def replaced_by_checkpoint(run: RunConfig) -> str:
+    """Return in words the settings of the recipe that the checkpoint of --init-from replaced; "" for none."""
+    sampler = trained_sampler(run.init_from) if run.init_from and run.recipe and not run.resume else None
+    if sampler is None:
+        return ""
+    recipe = before_flags(["--method", run.method, "--recipe", run.recipe])
+    own, now, there = (
+        flat({"sampler": values}) for values in (plain(recipe)["sampler"], plain(run)["sampler"], sampler)
+    )
+    replaced = [key for key in there if own.get(key) != now.get(key) == there[key]]
+    values = ", ".join(f"{key} {there[key]!r} (recipe: {own.get(key)!r})" for key in replaced)
+    return f"--init-from {run.init_from} sets {values}" if replaced else ""
+
+
+def _divided(sampler: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of a trained sampler that its student fits, and those of how it was rolled out.
+
+    Chunks of a bidirectional student are none: a method for causal students has its own.
+    """
+    given = flat({"sampler": sampler})
+    if not given.get("sampler.chunks.chunk_frames"):
+        given = {key: value for key, value in given.items() if not key.startswith("sampler.chunks.")}
+    rolled_out = {key: value for key, value in given.items() if key in ROLLED_OUT_KEYS}
+    return {key: value for key, value in given.items() if key not in rolled_out}, rolled_out
 
 
 def _default_recipe(argv: Sequence[str], saved: Mapping[str, Any], run: RunConfig) -> str:
