@@ -43,12 +43,10 @@ class PipelineIndex(Schema):
 
 def method_named(name: str) -> type[Method]:
     """Return the method of --method: a name, or path/to/file.py:Class or package.module:Class."""
-    if name in METHODS or ":" in name:
-        method = load_object(METHODS.get(name, name), "--method")
-    else:
-        offered = installed("methods")
+    offered = installed("methods") | METHODS
+    if ":" not in name:
         must_know("--method", name, [*METHODS, *offered])
-        method = offered[name].load()
+    method = load_object(offered.get(name, name), "--method", name)
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise UserError(f"--method {name} is not a subclass of unified_trainer.methods.base.Method")
     return method
@@ -81,20 +79,23 @@ def family_of(role: str, path: str) -> tuple[Family, Path]:
                 f"a pipeline folder with `python -m unified_trainer export {path} DIR` and give that"
             ) from error
         raise MissingFileError(f"{error}: {role}.path must be a diffusers pipeline folder") from error
-    return family_named(name, str(index)), folder
+    return family_named(name, str(index), role if role.startswith("--") else f"{role}.path", path), folder
 
 
-def family_named(name: str, where: str) -> Family:
-    """Return the family of a pipeline class; UserError, which says where it is named, for one that is not known."""
+def family_named(name: str, where: str, key: str = "the model family", path: str = "") -> Family:
+    """Return the family of a pipeline class; UserError, which says where it is named, for one that is not known.
+
+    `path`, the value of the setting `key`, is the model's folder.
+    """
     if name not in FAMILIES:
         offered = installed("families")
         if name not in offered:
             have = ", ".join(sorted({*FAMILIES, *offered}))
             raise UserError(f"{where}: {name} is not supported; have {have}, or name a family of yours by --families")
-        FAMILIES[name] = offered[name].load()
+        FAMILIES[name] = offered[name]
     family = FAMILIES[name]
     if isinstance(family, str):
-        family = FAMILIES[name] = load_object(family, "the model family")
+        family = FAMILIES[name] = load_object(family, key, path)
     return family
 
 
