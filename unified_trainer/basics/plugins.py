@@ -66,10 +66,10 @@ class Code:
 
 
 def digest_of(files: Mapping[str, bytes]) -> str:
-    """Return the SHA-256 of files with their names."""
+    """Return the SHA-256 of files with their paths."""
     whole = hashlib.sha256()
     for file, content in files.items():
-        whole.update(f"{os.path.basename(file)} {len(content)}\n".encode(errors="surrogateescape") + content)
+        whole.update(f"{file} {len(content)}\n".encode(errors="surrogateescape") + content)
     return whole.hexdigest()
 
 
@@ -80,8 +80,8 @@ def installed(kind: Literal["methods", "families", "scorers"]) -> dict[str, str]
 
 def agreed_bytes(file: str, key: str, value: str = "") -> bytes:
     """Return the content of a file that holds a program; UserError unless the user agrees to just this content."""
-    content = Path(file).read_bytes()
-    require([Fact(setting_of(key), "run", value or file, os.path.abspath(file), digest_of({file: content}))])
+    content, place = Path(file).read_bytes(), os.path.abspath(file)
+    require([Fact(setting_of(key), "run", value or file, place, digest_of({place: content}))])
     return content
 
 

@@ -43,17 +43,18 @@ class ReadModules:
             sys.meta_path.insert(places[0] if places else len(sys.meta_path), self)
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return what Python's own finder does, with a loader of bytes for a module of a user's folder."""
+        """Return what Python's own finder does for a module of these folders, with a loader of bytes; else None."""
         spec = PathFinder.find_spec(name, path, target)
         if spec is None or not spec.has_location or not spec.origin:
-            return spec
+            return None
         file = folder = os.path.abspath(spec.origin)
         for _ in range(name.count(".") + 1 + (spec.submodule_search_locations is not None)):
             folder = os.path.dirname(folder)
-        if folder in self.folders:
-            content = self.files[file] if file in self.files else self._unread(file, folder)
-            if file.endswith(".py"):
-                spec.loader, spec.cached = FromBytes(name, file, content), None
+        if folder not in self.folders:
+            return None
+        content = self.files[file] if file in self.files else self._unread(file, folder)
+        if file.endswith(".py"):
+            spec.loader, spec.cached = FromBytes(name, file, content), None
         return spec
 
 

@@ -1,5 +1,6 @@
 """The code that a run computes with, which must be the same in all of its processes: digests of files, none is run."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,4 +40,6 @@ def check_code_of_workers(own: Mapping[str, str], workers: Mapping[str, Mapping[
 
 
 def _in_words(files: Mapping[str, bytes]) -> str:
-    return f"{len(files)} files (sha256 {digest_of(files)[:12]})"
+    start = os.path.commonpath(map(os.path.dirname, files))  # other nodes may have them elsewhere
+    named = {os.path.relpath(file, start): content for file, content in files.items()}
+    return f"{len(files)} files (sha256 {digest_of(named)[:12]})"
