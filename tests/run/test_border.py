@@ -333,6 +333,23 @@ def test_a_linked_folder_of_a_received_run_is_asked_about(link, capsys):
     assert question("--resume", "received")
 
 
+def test_a_link_within_a_run_is_no_question():
+    """As Weights & Biases writes one."""
+    config("received/config.yaml")
+    write("received/wandb/run-1/log", "")
+    Path("received/wandb/latest-run").symlink_to("run-1")
+    assert not question("--resume", "received")
+
+
+def test_serve_reward_agrees_to_the_code_of_its_command_line():
+    from unified_trainer.tools.serve.serve_reward import _served
+
+    write("m.py", SCORE)
+    with asking(["serve-reward", "--reward", "m.py:score"]):
+        _, settings = _served("m.py:score", "")
+        assert load_object(settings.kind, "reward.kind")
+
+
 POINTS = "[unified_trainer.methods]\ntrick = trick_pack:M\n[unified_trainer.scorers]\ntrick = trick_pack:score\n"
 
 

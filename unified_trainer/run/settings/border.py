@@ -56,10 +56,11 @@ def _facts(settings: Mapping[str, Any], known: Mapping[str, Setting], origins: M
 
 
 def _linked_folders(run: Path) -> Iterator[Fact]:
-    """Yield the links to folders in the folder of a run, which writes into them, and removes what lies there."""
+    """Yield the links to folders outside of a run's folder: a run writes into them, and removes what lies there."""
+    inside = os.path.join(os.path.realpath(run), "")
     for folder, names, _ in os.walk(run):
         for link in (os.path.join(folder, name) for name in names):
-            if os.path.islink(link):
+            if os.path.islink(link) and not os.path.realpath(link).startswith(inside):
                 place = f"{os.path.abspath(link)} -> {os.path.realpath(link)}"
                 yield Fact("resume", "write", link, place, origin=str(run))
 
