@@ -341,13 +341,19 @@ def test_a_link_within_a_run_is_no_question():
     assert not question("--resume", "received")
 
 
-def test_serve_reward_agrees_to_the_code_of_its_command_line():
+def test_commands_agree_to_the_scorers_of_their_command_lines():
+    """They are flags of other names than their settings: serve-reward --reward, evaluate --held-out."""
+    from unified_trainer.tools.evaluate.scorers import common_reward
     from unified_trainer.tools.serve.serve_reward import _served
 
     write("m.py", SCORE)
     with asking(["serve-reward", "--reward", "m.py:score"]):
         _, settings = _served("m.py:score", "")
         assert load_object(settings.kind, "reward.kind")
+    file = write("reward.yaml", {"reward": {"kind": "saturation"}})
+    with asking(["evaluate", "--held-out", "m.py:score", "--reward", file]):
+        held_out = common_reward((), Path(file), ["m.py:score"]).scorers["score"]
+        assert load_object(held_out.kind, "reward.scorers.score.kind")
 
 
 POINTS = "[unified_trainer.methods]\ntrick = trick_pack:M\n[unified_trainer.scorers]\ntrick = trick_pack:score\n"

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from unified_trainer.basics.errors import MissingFileError, UserError, working_on
 from unified_trainer.basics.read_code import FromBytes, ReadModules, closure, modules_of
-from unified_trainer.basics.trust import Fact, is_asking, require, setting_of
+from unified_trainer.basics.trust import Fact, is_asking, remember, require, setting_of
 
 OWN = "unified_trainer."  # beginning of the modules of this package
 INSTALLED = {
@@ -90,6 +90,12 @@ def agreed_code(spec: str, key: str, value: str = "") -> Code:
     code = Code.read(spec)
     require([code.fact(setting_of(key), value)])
     return code
+
+
+def agree_to_scorer(kind: str, key: str) -> None:
+    """Note that the command line names a scorer's code by another flag than that of its setting `key`."""
+    if ":" in (spec := installed("scorers").get(kind, kind)):
+        remember([Code.read(spec).fact(key, kind)])
 
 
 def load_object(spec: str, key: str, value: str = "") -> Any:

@@ -80,8 +80,8 @@ def is_asking() -> bool:
 
 
 def setting_of(flag: str) -> str:
-    """Return the setting of a flag: student.learning_rate of --student.learning-rate."""
-    return flag.removeprefix("--").replace("-", "_")
+    """Return the setting of a flag, with or without a value behind it: student.path of --student.path DIR."""
+    return flag.partition(" ")[0].removeprefix("--").replace("-", "_")
 
 
 def require(facts: Iterable[Fact]) -> None:
