@@ -95,10 +95,7 @@ def test_a_gain_that_cannot_be_trained_on_is_refused_before_a_weight_is_read(tmp
 
 
 def test_an_installed_package_offers_objectives_by_name(monkeypatch):
-    class Point:
-        def load(self):
-            return SAPO
-
-    monkeypatch.setattr(registry, "installed", lambda group: {"gate": Point()} if group == "objectives" else {})
+    offered = {"gate": "unified_trainer.numerics.objectives:SAPO"}
+    monkeypatch.setattr(registry, "installed", lambda group: offered if group == "objectives" else {})
     made = registry.objective_of("gate")
     assert made == SAPO("gate") and isinstance(made, Objective)

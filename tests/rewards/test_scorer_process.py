@@ -4,6 +4,8 @@ The executable is this interpreter; what runs in it knows nothing of the tests o
 """
 
 import gc
+import importlib._bootstrap_external
+import importlib.util
 import json
 import os
 import signal
@@ -18,6 +20,7 @@ from helpers import CPU, REPO, run
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_yaml
+from unified_trainer.basics.trust import asking
 from unified_trainer.rewards.base import RewardConfig, ScorerConfig
 from unified_trainer.rewards.reward import Reward
 from unified_trainer.rewards.scorer_process import ScorerError, ScorerProcess
@@ -385,3 +388,42 @@ def test_a_run_of_an_earlier_version_resumes_with_its_scorers(tmp_path):
     ]
     with pytest.raises(UserError, match=r"cannot change .*reward\.scorers\.saturation\.weight: None -> 1\.0"):
         check_resumable(parse([*words, "--reward.scorers.saturation.weight", "1"]), tmp_path / "config.yaml")
+
+
+BESIDE = """
+import importlib
+
+import beside_it
+
+def known(videos, prompts):
+    return [beside_it.NUMBER] * len(videos)
+
+def unknown(videos, prompts):
+    return [importlib.import_module("not_named").NUMBER] * len(videos)
+"""
+
+
+def test_what_runs_is_what_was_read_here(tmp_path):
+    """Never a compiled file beside the scorer or beside what it imports, and nothing that was not looked at."""
+    (tmp_path / "own.py").write_text(BESIDE)
+    for name in ("beside_it", "not_named"):
+        (tmp_path / f"{name}.py").write_text("NUMBER = 3.0")
+    (tmp_path / "__pycache__").mkdir()
+    for name in ("own", "beside_it"):
+        source = (tmp_path / f"{name}.py").read_bytes()
+        code = compile(source.replace(b"3.0", b"4.0") + b"\nraise SystemExit", name, "exec")
+        compiled = importlib._bootstrap_external._code_to_hash_pyc(code, importlib.util.source_hash(source), False)
+        (tmp_path / "__pycache__" / f"{name}.{sys.implementation.cache_tag}.pyc").write_bytes(compiled)
+    assert started(tmp_path / "own.py", "known")(VIDEO, PROMPTS).tolist() == [3.0] * 3
+    with pytest.raises(UserError, match=r"imports \S+not_named.py, which no import statement names"):
+        started(tmp_path / "own.py", "unknown")(VIDEO, PROMPTS)
+
+
+def test_a_file_that_changed_since_the_answer_is_not_sent(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "own.py").write_text(FILE)
+    with asking(["--trust"]):
+        started(tmp_path / "own.py", "red")
+    (tmp_path / "own.py").write_text(FILE + "open('EXECUTED', 'w')")
+    with asking([]), pytest.raises(UserError, match="you have not agreed"):
+        started(tmp_path / "own.py", "red")

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unified_trainer.basics.effects import READS
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Count, Frames, FramesPerSecond, Pixels, above
 from unified_trainer.basics.requests import Image, Request
@@ -36,12 +37,12 @@ class VideoConfig:
 class DataConfig:
     """The clips to train on, for methods that need some, or the stored trajectories of a teacher."""
 
-    path: str = ""
+    path: Annotated[str, READS] = ""
     """Parquet file of encoded clips, or a folder of such files (FastVideo's kinds t2v and i2v); or a small set of
     videos or images: a folder with x.txt beside x.mp4 or x.png, or a .json, .jsonl or .csv file with columns path and
     caption; "tiny": clips of the tiny world. For ode_init, parquet files of trajectories (kind ode), which take the
     place of the teacher."""
-    rejected: str = ""
+    rejected: Annotated[str, READS] = ""
     """Parquet file or folder with the clips that people or a reward preferred less: row by row the rejected one for the
     clip of data.path with the same id and caption. If path is tiny, clips of another subject."""
     first_frame: bool = False

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unified_trainer.basics.effects import RUNS_CODE
 from unified_trainer.basics.ranges import NonNegative, Positive, above
 from unified_trainer.basics.types import widest
 from unified_trainer.numerics.flow import sample_mean
@@ -37,7 +38,7 @@ class Objective:
     stops the gradient.
     """
 
-    kind: str = "clip"
+    kind: Annotated[str, RUNS_CODE] = "clip"
     """Objective: clip, none, dual_clip, soft_clip, sapo, ce_gppo, cispo or gspo (docs/methods/dance_grpo.md has the
     formulas), the name of an installed one, or path/to/file.py:Class or package.module:Class of your own."""
     of_sample: ClassVar[bool] = False  # whether an element's log-ratio is the mean over the transitions of its sample
@@ -55,7 +56,7 @@ class Objective:
 class Unclipped(Objective):
     """r A."""
 
-    kind: str = "none"
+    kind: Annotated[str, RUNS_CODE] = "none"
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, clip_low: Bound, clip_high: Bound) -> Tensor:
         return ratio(log_ratio) * advantage
@@ -74,7 +75,7 @@ class Clip(Objective):
 class DualClip(Clip):
     """The clipped objective, and at least dual_clip A where A < 0 (arXiv:1912.09729)."""
 
-    kind: str = "dual_clip"
+    kind: Annotated[str, RUNS_CODE] = "dual_clip"
     dual_clip: Annotated[float, above(1)] = 3.0
     """Ratio above which an element of negative advantage has no gradient."""
 
@@ -87,7 +88,7 @@ class DualClip(Clip):
 class SoftClip(Objective):
     """sg(min(r, 1 / r)^alpha) r A."""
 
-    kind: str = "soft_clip"
+    kind: Annotated[str, RUNS_CODE] = "soft_clip"
     alpha: NonNegative = 1.0
     """Exponent of the weight min(r, 1 / r); 0 does not clip."""
 
@@ -100,7 +101,7 @@ class SoftClip(Objective):
 class SAPO(Objective):
     """4 / tau sigmoid(tau (r - 1)) A; tau is tau_pos where A > 0, else tau_neg (arXiv:2511.20347)."""
 
-    kind: str = "sapo"
+    kind: Annotated[str, RUNS_CODE] = "sapo"
     tau_pos: Positive = 1.0
     """Steepness of the gate for positive advantages."""
     tau_neg: Positive = 1.05
@@ -126,7 +127,7 @@ class CEGPPO(Objective):
     beta_low lo r / sg(r) A where A < 0 and r < lo; beta_high hi r / sg(r) A where A > 0 and r > hi; else r A.
     """
 
-    kind: str = "ce_gppo"
+    kind: Annotated[str, RUNS_CODE] = "ce_gppo"
     beta_low: NonNegative = 0.75
     """Scale of the gradient below the clip range for negative advantages."""
     beta_high: NonNegative = 1.0
@@ -143,7 +144,7 @@ class CEGPPO(Objective):
 class CISPO(Objective):
     """sg(clip(r, lo, hi)) r / sg(r) A: the weight is clipped, no gradient is (arXiv:2506.13585, where lo = 0)."""
 
-    kind: str = "cispo"
+    kind: Annotated[str, RUNS_CODE] = "cispo"
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, clip_low: Bound, clip_high: Bound) -> Tensor:
         r = ratio(log_ratio)
@@ -157,7 +158,7 @@ class GSPO(Clip):
     It takes log-ratios [b, s] of s transitions and gives [b]; or [b], where each is that of its sample already.
     """
 
-    kind: str = "gspo"
+    kind: Annotated[str, RUNS_CODE] = "gspo"
     of_sample: ClassVar[bool] = True
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, clip_low: Bound, clip_high: Bound) -> Tensor:

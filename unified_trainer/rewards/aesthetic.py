@@ -6,12 +6,14 @@ It is LAION's improved aesthetic predictor, whose layers have no activations bet
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from unified_trainer.basics.effects import READS
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.types import PerSample
 from unified_trainer.models.hub import component
@@ -25,7 +27,7 @@ from unified_trainer.rewards.own_settings import ScorerSettings, kind_of
 class Aesthetic(ScorerSettings):
     """A head of linear layers on the image features of the CLIP folder at `config.path`."""
 
-    head: str
+    head: Annotated[str, READS]
     """Safetensors file of the head: layers.N.weight and layers.N.bias, applied in the order of N."""
     per_frame = True
     files = component("")

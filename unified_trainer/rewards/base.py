@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from unified_trainer.basics.effects import READS, RUNS_CODE, RUNS_PROGRAM, SENDS, Text
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import (
     MAY_CHANGE,
@@ -32,10 +33,10 @@ Features = Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "b d"]]  # rows th
 class ScorerConfig:
     """The settings of one scorer of a reward."""
 
-    kind: str = ""
+    kind: Annotated[str, RUNS_CODE] = ""
     """Kind of scorer: a name in docs/rewards.md, or path/to/file.py:NAME or package.module:NAME of your own; by default
     the name that the scorer has in reward.scorers."""
-    path: str = ""
+    path: Annotated[str, READS] = ""
     """Folder of the weights, for kinds that have some, or for networks of CLIP and DINO a hub id owner/name[@revision];
     "tiny" is the embedded HPSv3."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -52,12 +53,12 @@ class ScorerConfig:
     """Weight in the reward, which is a weighted sum; 0 holds the scorer out: it is measured at validations only."""
     batch: Count = 64
     """Images scored at a time."""
-    device: str = ""
+    device: Text = ""
     """Device of the scorer's network, as torch names it; empty is the device of the run."""
-    python: str = ""
+    python: Annotated[str, RUNS_PROGRAM] = ""
     """Python executable that runs the scorer in a process of its own, with the packages of that Python, such as
     venv/bin/python; for kinds of the form path/to/file.py:NAME."""
-    python_variables: tuple[str, ...] = ()
+    python_variables: Annotated[tuple[str, ...], SENDS] = ()
     """Environment variables that the scorer's own Python gets besides the usual ones of docs/rewards.md, such as
     HF_TOKEN."""
     settings: dict[str, str] = field(default_factory=dict)
@@ -77,10 +78,10 @@ class ScorerConfig:
 class RewardConfig(ScorerConfig):
     """The settings of a reward: those of its first scorer, and of more scorers by name."""
 
-    kind: str = ""
+    kind: Annotated[str, RUNS_CODE] = ""
     """Kind of the first scorer, which the settings at this level describe. The scorer is called by its kind, or by NAME
     for file.py:NAME. By default hpsv3 if a path is given; without kind and path there is no first scorer."""
-    path: str = ""
+    path: Annotated[str, READS] = ""
     """Folder of the first scorer's weights; "tiny" is the embedded HPSv3, others are written by import-hpsv3."""
     scorers: dict[str, ScorerConfig] = field(default_factory=dict)
     """Further scorers by name: scorers.NAME.weight and so on."""
@@ -215,6 +216,7 @@ class ScorerKind:
     of_latents: bool = False  # whether it reads clean latents in place of videos; `frames` then counts latent frames
     # of `config.path`: texts that no prompt may hold; reads the tokenizer, and no weights
     special_tokens: Callable[[ScorerConfig], Sequence[str]] | None = None
+    declared: type | None = None  # the dataclass of `config.settings`
 
 
 def check_path(config: ScorerConfig, key: str, frames: int) -> None:

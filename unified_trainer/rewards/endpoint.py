@@ -1,8 +1,9 @@
 """Settings of scorers that ask a server over HTTP, with JSON bodies."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from unified_trainer.basics.effects import CONTACTS, SENDS
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Seconds
 from unified_trainer.rewards.base import ScorerConfig
@@ -14,11 +15,11 @@ from unified_trainer.rewards.wire import check_server, exchange, token_of
 class Endpoint(ScorerSettings):
     """The settings of a scorer that asks a server over HTTP."""
 
-    url: str
+    url: Annotated[str, CONTACTS]
     """Address of the server, such as http://10.0.0.7:8000."""
     timeout: Seconds = 600.0
     """Seconds within which the server must answer a request."""
-    token_variable: str = ""
+    token_variable: Annotated[str, SENDS] = ""
     """Environment variable that holds the access token of the server; empty sends none."""
 
     own_timeout = apart = True

@@ -70,6 +70,7 @@ def kind_of(name: str, declared: type[ScorerSettings]) -> ScorerKind:
         apart=declared.apart,
         of_groups=declared.of_groups,
         of_latents=declared.of_latents,
+        declared=declared,
     )
 
 

@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 
+from unified_trainer.basics.effects import Text
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Prompt
 from unified_trainer.basics.types import PerSample, Video
@@ -23,7 +24,7 @@ class Remote(Endpoint):
     It sends `config.batch` videos in a request, and its scores have no gradient.
     """
 
-    name: str = ""
+    name: Text = ""
     """Name that the server must give itself; empty takes any."""
     encoding: Encoding = "float32"
     """Transport of the frames: float32 is exact; uint8 takes a quarter of the bytes and rounds to 8 bits."""

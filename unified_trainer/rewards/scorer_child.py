@@ -1,13 +1,15 @@
 """The program of a scorer with a Python of its own: it loads the scorer and answers requests over a socket.
 
-It is the only file of this package that runs in that Python, as `PYTHON scorer_child.py DESCRIPTOR`. It imports the
-standard library and torch, and works from Python 3.8 on, because the environment is the user's.
+With `basics/read_code.py` it is the only file of this package that runs in that Python, as `PYTHON scorer_child.py
+DESCRIPTOR`. It imports the standard library and torch, and works from Python 3.8 on, because the environment is the
+user's.
 
-A message is a JSON object with its length and that of the data behind it. The first one names the file, the object in
-it and the settings; the answer is {"images": whether it asks for condition images} once it is loaded. Each further one
-holds the prompts and the shape of float32 videos, which are its data, with as many condition images behind them if
-"images" is true; the answer is {"scores": [one number for each video]}. Two other answers are the last ones:
-{"refused": reason} for a wrong setting, and {"error": traceback, "fault": whether another call may succeed}.
+A message is a JSON object with its length and that of the data behind it. The first one has the file, the object in it,
+the settings, and the sources that the user agreed to, which are executed whatever the files hold by then; the answer is
+{"images": whether it asks for condition images} once it is loaded. Each further one holds the prompts and the shape of
+float32 videos, which are its data, with as many condition images behind them if "images" is true; the answer is
+{"scores": [one number for each video]}. Two other answers are the last ones: {"refused": reason} for a wrong setting,
+and {"error": traceback, "fault": whether another call may succeed}.
 """
 
 from __future__ import annotations
@@ -64,17 +66,25 @@ def _read(connection: socket.socket, size: int) -> bytearray:
     return data
 
 
-def load(file: str, name: str, settings: dict[str, Any]) -> Callable[[Any, list[str]], Any]:
-    """Execute the user's file and return its function, or an object of its class, which takes the settings.
+def load(file: str, name: str, settings: dict[str, Any], sources: dict[str, str]) -> Callable[[Any, list[str]], Any]:
+    """Execute the source of the user's file and return its function, or an object of its class.
 
-    The file's folder comes last on the module path: a scorer `clip.py` can import the package `clip`.
+    The class takes the settings. The file's folder comes last on the module path: a scorer `clip.py` can import the
+    package `clip`.
     """
     package = Path(__file__).resolve().parent  # where Python looks first, since this file lies there
-    sys.path[:] = [place for place in sys.path if Path(place).resolve() != package] + [str(Path(file).resolve().parent)]
+    place, folder = os.path.abspath(file), os.path.dirname(os.path.abspath(file))
+    sys.path[:] = [place for place in sys.path if Path(place).resolve() != package] + [folder]
+    found = importlib.util.spec_from_file_location("read_code", package.parent / "basics" / "read_code.py")
+    assert found is not None and found.loader is not None  # it lies there
+    read_code = importlib.util.module_from_spec(found)
+    found.loader.exec_module(read_code)
+    files = {path: source.encode("latin-1") for path, source in sources.items()}
+    read_code.ReadModules(refuse).add(files, folder)
     module_name = f"unified_trainer_scorer_{Path(file).stem}"
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    if spec is None or spec.loader is None:
-        raise WrongSettingError(f"kind: {file} is no Python file")
+    loader = read_code.FromBytes(module_name, place, files[place])
+    spec = importlib.util.spec_from_file_location(module_name, place, loader=loader)
+    assert spec is not None and spec.loader is not None  # that one
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
@@ -96,6 +106,13 @@ def load(file: str, name: str, settings: dict[str, Any]) -> Callable[[Any, list[
             f"kind: {name} is a {type(scorer).__name__}; expected a function, or a class with __call__"
         )
     return scorer
+
+
+def refuse(file: str, folder: str) -> bytes:
+    """Refuse a module of the scorer's folder that came with no agreement."""
+    raise WrongSettingError(
+        f"kind: the scorer imports {file}, which no import statement names, so that it was not looked at: write one"
+    )
 
 
 def asks_for_images(scorer: Callable[..., Any]) -> bool:
@@ -122,7 +139,7 @@ def score(scorer: Callable[..., Any], prompts: list[str], videos: Any, images: d
 def serve(connection: socket.socket) -> None:
     """Load the scorer that the first message names, then score videos until the other side is gone."""
     first, _ = receive(connection)
-    scorer = load(first["file"], first["name"], first["settings"])
+    scorer = load(first["file"], first["name"], first["settings"], first["sources"])
     import torch  # an environment without it fails here, and not in the middle of a run
 
     asks = asks_for_images(scorer)

@@ -1,6 +1,7 @@
 """A scorer in a process with a Python, and so with packages, of its own.
 
-It needs no Ray, and of this package only the file scorer_child.py (docs/decisions/0010-scorers-apart.md).
+It needs no Ray, and of this package only the files scorer_child.py and basics/read_code.py
+(docs/decisions/0010-scorers-apart.md).
 """
 
 import os
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from unified_trainer.basics.errors import MissingFileError, UserError
+from unified_trainer.basics.plugins import agreed_bytes, agreed_code
 from unified_trainer.basics.requests import first_images
 from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.rewards import scorer_child
@@ -51,7 +53,10 @@ class ScorerProcess:
         Raise UserError if a setting does not fit the file, else what a call raises.
         """
         file, _, name = config.kind.rpartition(":")
-        self._load = {"file": file, "name": name, "settings": for_class(config, device)}
+        code, program = agreed_code(config.kind, f"{key}.kind"), str(shutil.which(config.python))
+        agreed_bytes(program, f"{key}.python", config.python)
+        sources = {place: content.decode("latin-1") for place, content in code.files.items()}  # each byte a character
+        self._load = {"file": file, "name": name, "settings": for_class(config, device), "sources": sources}
         self._python, self._key, self._timeout = config.python, key, timeout
         self._variables = config.python_variables
         self._start()

@@ -14,7 +14,6 @@ from unified_trainer import rewards
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.plugins import installed, load_object
 from unified_trainer.basics.secrets import check_secret
-from unified_trainer.basics.trust import check_code, check_program
 from unified_trainer.basics.types import Video
 from unified_trainer.models import hub
 from unified_trainer.rewards.base import (
@@ -61,22 +60,15 @@ def scorer_kind(config: ScorerConfig, key: str, timeout: float) -> ScorerKind:
     kind.
     """
     if config.python:
-        check_code(config.kind, f"{key}.kind")
-        check_program(config.python, f"{key}.python")
         load = partial(ScorerProcess, key=key, timeout=timeout)
         return ScorerKind(config.kind, load, check_own_python, own_settings=True, own_timeout=True, apart=True)
     if config.kind in KINDS:
         return KINDS[config.kind]
-    if ":" in config.kind:
-        found = _loaded(config.kind, key)
-    else:
-        offered = installed("scorers")
-        if config.kind not in offered:
-            have = ", ".join([*KINDS, *offered])
-            raise UserError(
-                f"{key}.kind {config.kind} is no scorer; have {have}, or path/to/file.py:NAME for one of yours"
-            )
-        found = offered[config.kind].load()
+    offered = installed("scorers")
+    if ":" not in config.kind and config.kind not in offered:
+        have = ", ".join([*KINDS, *offered])
+        raise UserError(f"{key}.kind {config.kind} is no scorer; have {have}, or path/to/file.py:NAME for one of yours")
+    found = _loaded(offered.get(config.kind, config.kind), key, config.kind)
     if isinstance(found, ScorerKind):
         return found
     if isinstance(found, type) and issubclass(found, ScorerSettings):
@@ -97,9 +89,9 @@ def scorer_kind(config: ScorerConfig, key: str, timeout: float) -> ScorerKind:
     return ScorerKind(config.kind, lambda _config, _device: _plain(found), check_no_weights)
 
 
-def _loaded(kind: str, key: str) -> Any:
+def _loaded(spec: str, key: str, kind: str) -> Any:
     try:
-        return load_object(kind, f"{key}.kind")
+        return load_object(spec, f"{key}.kind", kind)
     except ModuleNotFoundError as error:
         if not isinstance(error, UserError):
             error.add_note(f"install {error.name} here, or set {key}.python to a Python that has it (docs/rewards.md)")

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
+from unified_trainer.basics.effects import Text
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Count, Finite
 from unified_trainer.basics.types import PerSample, Video
@@ -34,11 +35,11 @@ NUMBER = r"\s*(-?\d+(?:\.\d+)?)\s*"  # an answer that is a number and nothing el
 class VisionLanguageModel(Endpoint):
     """A vision-language model behind an OpenAI-compatible server; `config.batch` requests are under way at a time."""
 
-    model: str
+    model: Text
     """Name of the model, as the server knows it."""
-    template: str = TEMPLATE
+    template: Text = TEMPLATE
     """Question about the frames; {prompt} stands for the video's prompt."""
-    pattern: str = NUMBER
+    pattern: Text = NUMBER
     """Regular expression that the whole answer must match; its only group is the number."""
     lowest: Finite = 0.0
     """Lowest number that is an answer."""

@@ -11,6 +11,7 @@ from itertools import combinations
 
 import torch
 
+from unified_trainer.basics.effects import Text
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Count
 from unified_trainer.basics.requests import identity_of
@@ -34,11 +35,11 @@ class PairwiseModel(Endpoint):
     `both_orders`, of which `config.batch` are under way at a time.
     """
 
-    model: str
+    model: Text
     """Name of the model, as the server knows it."""
-    template: str = TEMPLATE
+    template: Text = TEMPLATE
     """Question after the frames of both videos; {prompt} stands for their prompt."""
-    pattern: str = r"\s*([12])\s*"
+    pattern: Text = r"\s*([12])\s*"
     """Regular expression that the whole answer must match; its only group is the number of the better video."""
     both_orders: bool = True
     """Ask about each pair in both orders, since a model may prefer the video that it sees first."""

@@ -3,12 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from unified_trainer.basics.effects import READS, Text
 from unified_trainer.basics.ranges import at_least
 
 
 @dataclass(frozen=True)
 class ExpertFileConfig:
-    path: str = ""
+    path: Annotated[str, READS] = ""
     """Adapter made elsewhere, for this expert; empty takes the role's."""
 
 
@@ -19,10 +20,10 @@ class FrozenExpertConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterFileConfig:
-    path: str = ""
+    path: Annotated[str, READS] = ""
     """Adapter made elsewhere: a folder or a safetensors file in one of the layouts of docs/weights.md. It is merged
     into the weights before the first step."""
-    sha256: str = ""
+    sha256: Text = ""
     """SHA-256 of the adapter's files. A run writes it into its config.yaml; other content is refused."""
 
 
@@ -33,10 +34,10 @@ class AdapterConfig(AdapterFileConfig):
     without one trains the weights themselves."""
     alpha: Annotated[float, at_least(0, 1e6)] = 0.0
     """The adapter's output is scaled by alpha / rank; 0 takes that of an adapter made elsewhere, else the rank."""
-    layers: tuple[str, ...] = ()
+    layers: tuple[Text, ...] = ()
     """Names of the linear layers that get an adapter; empty takes those of an adapter made elsewhere, else the family's
     usual ones."""
-    path: str = field(default="", kw_only=True)
+    path: Annotated[str, READS] = field(default="", kw_only=True)
     """Adapter made elsewhere: a folder or a safetensors file in one of the layouts of docs/weights.md. It is trained
     on, unless `merge` is set."""
     merge: bool = field(default=False, kw_only=True)

@@ -5,12 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from unified_trainer.basics.effects import READS
 from unified_trainer.basics.errors import UserError, working_on
 from unified_trainer.basics.ranges import Decay
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
@@ -45,7 +46,7 @@ Precision = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True)
 class RoleConfig:
-    path: str = ""
+    path: Annotated[str, READS] = ""
     """Diffusers folder of the weights, or a hub id owner/name[@revision]; "tiny" is the embedded one. Empty takes the
     path of the role it starts from."""
     precision: Precision = "fp32"

@@ -1,5 +1,6 @@
 """Methods, policy objectives and model families by name. The tables are text: an entry is imported when it is named."""
 
+import typing
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -44,12 +45,10 @@ class PipelineIndex(Schema):
 
 def method_named(name: str) -> type[Method]:
     """Return the method of --method: a name, or path/to/file.py:Class or package.module:Class."""
-    if name in METHODS or ":" in name:
-        method = load_object(METHODS.get(name, name), "--method")
-    else:
-        offered = installed("methods")
+    offered = installed("methods") | METHODS
+    if ":" not in name:
         must_know("--method", name, [*METHODS, *offered])
-        method = offered[name].load()
+    method = load_object(offered.get(name, name), "--method", name)
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise UserError(f"--method {name} is not a subclass of unified_trainer.methods.base.Method")
     return method
@@ -57,16 +56,18 @@ def method_named(name: str) -> type[Method]:
 
 def objective_of(kind: str) -> Objective:
     """Return an objective with its defaults; `kind` is a name, or path/to/file.py:Class or package.module:Class."""
-    key, offered = "algorithm.objective.kind", installed("objectives")
+    key = "algorithm.objective.kind"
     if kind in OBJECTIVES:
-        made = OBJECTIVES[kind]
-    elif ":" in kind:
-        made = load_object(kind, key)
-    else:
+        return OBJECTIVES[kind](kind)
+    offered = installed("objectives")
+    if ":" not in kind:
         must_know(key, kind, [*OBJECTIVES, *offered])
-        made = offered[kind].load()
+    made = load_object(offered.get(kind, kind), key, kind)
     if not (isinstance(made, type) and issubclass(made, Objective)) or "__dataclass_params__" not in vars(made):
         raise UserError(f"{key} {kind} is no frozen dataclass derived from unified_trainer.Objective")
+    for name, declared in typing.get_type_hints(made).items():
+        if name != "kind" and typing.get_origin(declared) is not typing.ClassVar and declared not in (int, float, bool):
+            raise UserError(f"{key} {kind}: {name} is declared as {declared}; a parameter of an objective is a number")
     return made(kind)
 
 
@@ -97,20 +98,23 @@ def family_of(role: str, path: str) -> tuple[Family, Path]:
                 f"a pipeline folder with `python -m unified_trainer export {path} DIR` and give that"
             ) from error
         raise MissingFileError(f"{error}: {role}.path must be a diffusers pipeline folder") from error
-    return family_named(name, str(index)), folder
+    return family_named(name, str(index), role if role.startswith("--") else f"{role}.path", path), folder
 
 
-def family_named(name: str, where: str) -> Family:
-    """Return the family of a pipeline class; UserError, which says where it is named, for one that is not known."""
+def family_named(name: str, where: str, key: str = "the model family", path: str = "") -> Family:
+    """Return the family of a pipeline class; UserError, which says where it is named, for one that is not known.
+
+    `path`, the value of the setting `key`, is the model's folder.
+    """
     if name not in FAMILIES:
         offered = installed("families")
         if name not in offered:
             have = ", ".join(sorted({*FAMILIES, *offered}))
             raise UserError(f"{where}: {name} is not supported; have {have}, or name a family of yours by --families")
-        FAMILIES[name] = offered[name].load()
+        FAMILIES[name] = offered[name]
     family = FAMILIES[name]
     if isinstance(family, str):
-        family = FAMILIES[name] = load_object(family, "the model family")
+        family = FAMILIES[name] = load_object(family, key, path)
     return family
 
 

@@ -29,10 +29,11 @@ from unified_trainer.run.plan.downloads import fetched
 from unified_trainer.run.plan.plan import check_given, keep_of
 from unified_trainer.run.registry import add_families
 from unified_trainer.run.settings import config as settings
+from unified_trainer.run.settings.border import remember_own
 from unified_trainer.run.settings.code import code_of
 from unified_trainer.run.settings.config import ConfigError, RunConfig
 from unified_trainer.run.settings.run_paths import naming_origin
-from unified_trainer.run.settings.settings import check_ranges
+from unified_trainer.run.settings.settings import check_ranges, settings_of
 from unified_trainer.run.settings.workers import check_installed
 from unified_trainer.run.tracking.environment import note_environment
 from unified_trainer.run.tracking.lost_terminal import lasting_output
@@ -180,6 +181,8 @@ def _note_settings(run: RunConfig, output: Path, argv: Sequence[str], start: int
     """Write config.yaml, and how the run was started; return a warning if the second cannot be written."""
     with writing(output / "config.yaml"):
         settings.save(run, output / "config.yaml")
+    if not run.resume:
+        remember_own(settings.flat(settings.plain(run)), {one.key: one for one in settings_of(run)}, output)
     try:
         note_environment(output, argv, run.seed, start, mesh)
     except OSError as error:

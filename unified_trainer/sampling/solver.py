@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unified_trainer.basics.effects import Text
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import NetworkCalls, PositiveFraction, Shift, at_least
 from unified_trainer.basics.types import Batch, Condition, Latents, Rollout, of_kind
@@ -50,7 +51,7 @@ class SamplerConfig:
     """Euler steps of the ODE (ode), or renoising of the predicted x0 (sde), for which few-step students are trained."""
     guidance_scale: GuidanceScale = 3.0
     """Guidance scale w of uncond + w (cond - uncond); 1 is no guidance. Two numbers: high- and low-noise expert."""
-    negative_prompt: str = ""
+    negative_prompt: Text = ""
     """Prompt of the unconditional pass."""
     chunks: ChunkConfig = field(default_factory=ChunkConfig)
 

@@ -25,7 +25,7 @@ torchrun --shutdown-timeout 900 --nproc-per-node 8 -m unified_trainer \\
 def overview(commands: Mapping[str, str], width: int) -> str:
     """Return the page of the program; `commands` are functions as `module:NAME`."""
     methods = {name: summary(method) for name, method in METHODS.items()}
-    methods |= {name: f"Of an installed package: {point.value}." for name, point in installed("methods").items()}
+    methods |= {name: f"Of an installed package: {point}." for name, point in installed("methods").items()}
     lines = [
         *wrapped(summary("unified_trainer"), width),
         "",

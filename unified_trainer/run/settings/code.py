@@ -1,11 +1,11 @@
 """The code that a run computes with, which must be the same in all of its processes: digests of files, none is run."""
 
-import hashlib
-import importlib.util
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.plugins import Code, digest_of
 from unified_trainer.run.settings.config import RunConfig, flat, plain
 from unified_trainer.run.settings.run_paths import OBJECTS
 
@@ -13,14 +13,17 @@ PACKAGE = Path(__file__).parents[2]
 
 
 def code_of(run: RunConfig) -> dict[str, str]:
-    """Return a digest of this package, and of each file of the user's own that a setting names."""
-    digests = {"the code of unified_trainer": _in_words(sorted(PACKAGE.rglob("*.py")))}
+    """Return a digest of this package, and of the user's own code that a setting names, with the modules beside it."""
+    digests = {
+        "the code of unified_trainer": _in_words(
+            {str(file): file.read_bytes() for file in sorted(PACKAGE.rglob("*.py"))}
+        )
+    }
     for key, value in flat(plain(run)).items():
         if OBJECTS.fullmatch(key):
             for spec in value if isinstance(value, list) else [value]:
-                file = _file_of(spec.rpartition(":")[0])
-                if file is not None and file.is_file():
-                    digests[f"the code of {key} {spec}"] = _in_words([file])
+                if ":" in spec and (files := Code.read(spec).files):
+                    digests[f"the code of {key} {spec}"] = _in_words(files)
     return digests
 
 
@@ -36,22 +39,7 @@ def check_code_of_workers(own: Mapping[str, str], workers: Mapping[str, Mapping[
             raise UserError(f"{name} has other code than training: {'; '.join(unlike)}. Install the same on all nodes")
 
 
-def _file_of(place: str) -> Path | None:
-    """Return the file of path/to/file.py or package.module; a package that is not found is the importer's to name."""
-    if place.endswith(".py"):
-        return Path(place)
-    top, *rest = place.split(".")
-    spec = importlib.util.find_spec(top) if top else None  # of a package, which is not imported for it
-    if spec is None or spec.origin is None:
-        return None
-    folder = Path(spec.origin).parent.joinpath(*rest)
-    return Path(spec.origin) if not rest else folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
-
-
-def _in_words(files: Iterable[Path]) -> str:
-    whole, count = hashlib.sha256(), 0
-    for file in files:
-        content = file.read_bytes()
-        whole.update(f"{file.name} {len(content)}\n".encode() + content)
-        count += 1
-    return f"{count} files (sha256 {whole.hexdigest()[:12]})"
+def _in_words(files: Mapping[str, bytes]) -> str:
+    start = os.path.commonpath(map(os.path.dirname, files))  # other nodes may have them elsewhere
+    named = {os.path.relpath(file, start): content for file, content in files.items()}
+    return f"{len(files)} files (sha256 {digest_of(named)[:12]})"

@@ -12,6 +12,7 @@ from typing import Any
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_yaml
 from unified_trainer.basics.ranges import Minutes, range_of, reason
+from unified_trainer.basics.trust import setting_of
 from unified_trainer.methods import METHODS
 from unified_trainer.numerics.chunks import ROLLED_OUT
 from unified_trainer.numerics.objectives import OBJECTIVES
@@ -19,8 +20,18 @@ from unified_trainer.parallel.mesh import ParallelConfig
 from unified_trainer.rewards.reward import RewardConfig, ScorerConfig
 from unified_trainer.run.checkpoint.manifest import trained_sampler
 from unified_trainer.run.registry import add_families, method_named, objective_of
-from unified_trainer.run.settings import run_paths
-from unified_trainer.run.settings.config import ConfigError, RunConfig, flat, load_recipe, merged, plain, run_class
+from unified_trainer.run.settings import border, run_paths
+from unified_trainer.run.settings.config import (
+    PATH_KEYS,
+    ConfigError,
+    RunConfig,
+    flat,
+    load_recipe,
+    merged,
+    plain,
+    recipes,
+    run_class,
+)
 from unified_trainer.run.settings.flags import UnknownFlagError, apply, split, words_of
 from unified_trainer.run.settings.settings import Setting, settings_of
 
@@ -80,11 +91,19 @@ def before_flags(argv: Sequence[str]) -> RunConfig:
     name = sources.method or str(saved.get("method", "dance_grpo"))
     if str(saved.get("method", name)) != name:
         raise ConfigError(f"{sources.saved} is a run of {saved['method']}, not of {name}: leave --method out")
-    with run_paths.naming_origin(sources.run, "Call from the folder that has it"):
-        run = run_class(method_named(name))()
-    recipe = sources.recipe or str(saved.get("recipe", "")) or _default_recipe(argv, saved, run)
+    recipe = sources.recipe or str(saved.get("recipe", ""))
     # A saved run has all its settings; those that are newer keep the code's defaults, whatever its recipe says today.
     sections = load_recipe(recipe) if recipe and not sources.resumed else {}
+    received = {str(sources.saved): saved}
+    if recipe not in recipes():  # those of this package need no agreement
+        received = {recipe: flat(merged(sections.get("common", {}), sections.get(name, {})))} | received
+    built_in = run_class(method_named(name))() if name in METHODS else RunConfig()
+    _ask(built_in, argv, received, sources.run)
+    with run_paths.naming_origin(sources.run, "Call from the folder that has it"):
+        run = run_class(method_named(name))()
+    _ask(run, argv, received, sources.run)  # also about the settings of the user's own method
+    if not recipe and (recipe := _default_recipe(argv, saved, run)):
+        sections = load_recipe(recipe)
     sampler = trained_sampler(sources.init_from) if sources.init_from and not sources.resumed else None
     fits, rolled_out = _divided(sampler or {})
     settings = _without_other_path(merged(sections.get("common", {}), sections.get(name, {})), _given(argv, saved))
@@ -128,6 +147,18 @@ def _divided(sampler: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     return {key: value for key, value in given.items() if key not in rolled_out}, rolled_out
 
 
+def _ask(run: RunConfig, argv: Sequence[str], received: Mapping[str, Mapping[str, Any]], folder: Path | None) -> None:
+    """Ask about all that received files would do and that no flag overrides; flags are agreed to, and remembered."""
+    settings: dict[str, Any] = {"method": run.method}
+    origins: dict[str, str] = {}
+    for file, layer in received.items():
+        settings |= {key.replace("-", "_"): value for key, value in layer.items()}
+        origins |= dict.fromkeys((key.replace("-", "_") for key in layer), file)
+    flags = {setting_of(name): values if values[1:] else values[0] for name, values in split(argv) if values}
+    settings = {key: value for key, value in (settings | flags).items() if key not in {*PATH_KEYS} & flags.keys()}
+    border.ask_about(settings, _known(_with_named(run, dict.fromkeys(settings))), origins, folder)
+
+
 def _default_recipe(argv: Sequence[str], saved: Mapping[str, Any], run: RunConfig) -> str:
     """Return tiny, or "" where a role has a path of its own: the run's plan then asks for a recipe."""
     given = _given(argv, saved)
@@ -159,7 +190,9 @@ def read_reward(file: Path) -> RewardConfig:
     section = read_yaml(file, "--reward").get("reward")
     if not isinstance(section, dict):
         raise ConfigError(f"--reward {file} must hold a section reward, as in a recipe")
-    reward = _with_file(_RewardFile(), flat({"reward": section}), str(file)).reward
+    given = flat({"reward": section})
+    border.ask_about(given, _known(_with_named(_RewardFile(), given)), dict.fromkeys(given, str(file)), None)
+    reward = _with_file(_RewardFile(), given, str(file)).reward
     if not reward.named():
         raise ConfigError(f"--reward {file} names no scorer: set path, kind or scorers in its section reward")
     return reward

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 import yaml
 
+from unified_trainer.basics.effects import ACCOUNT, READS, RUNS_CODE, RUNS_FILE, TRACKS, WRITES, Text
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_yaml
 from unified_trainer.basics.own_files import without_link
@@ -100,18 +101,18 @@ class ValidationConfig:
     """Seed of the noise."""
     frechet_stride: Count = 4
     """Frames between two that enter the Frechet distance."""
-    real_clips: str = ""
+    real_clips: Annotated[str, READS] = ""
     """Folder of real videos that the Frechet distances compare samples with, at least num_samples of them; empty
     measures the distances in the tiny world only, to clips drawn for its captions."""
-    i3d: str = ""
+    i3d: Annotated[str, RUNS_FILE] = ""
     """TorchScript file of I3D, such as StyleGAN-V's i3d_torchscript.pt: validation/fvd is then the Frechet distance of
     its features."""
-    prompts: str = ""
+    prompts: Annotated[str, READS] = ""
     """As --prompts; "tiny": captions of the tiny world that are not trained on. Empty takes the first training
     prompts."""
-    prompts_column: str = ""
+    prompts_column: Text = ""
     """As --prompts-column."""
-    sets: dict[str, str] = field(default_factory=dict)
+    sets: Annotated[dict[str, str], READS] = field(default_factory=dict)
     """Further prompts by name, sets.NAME as --prompts: each is measured by itself with num_samples samples, as
     validation/sets/NAME/reward and so on. An empty text leaves a saved set out."""
     num_videos: CountOrZero = 4
@@ -134,25 +135,25 @@ class TrackingConfig:
     rollouts_every: PeriodOrZero = 0
     """Training steps between rollouts whose first validation.num_videos samples are written into RUN/rollouts and
     logged to the trackers; 0 shows none."""
-    wandb: Literal["off", "online", "offline"] = "off"
+    wandb: Annotated[Literal["off", "online", "offline"], TRACKS] = "off"
     """Also log to Weights & Biases."""
-    wandb_project: str = "unified-trainer"
+    wandb_project: Annotated[str, ACCOUNT] = "unified-trainer"
     """Project on Weights & Biases."""
-    wandb_entity: str = ""
+    wandb_entity: Annotated[str, ACCOUNT] = ""
     """User or team that owns the project; empty is your default."""
-    wandb_group: str = ""
+    wandb_group: Text = ""
     """Group of runs that this one belongs to."""
-    wandb_tags: tuple[str, ...] = ()
+    wandb_tags: tuple[Text, ...] = ()
     """Tags of the run."""
-    wandb_name: str = ""
+    wandb_name: Text = ""
     """Name of the run; empty takes that of the run directory."""
-    swanlab: Literal["off", "online", "offline"] = "off"
+    swanlab: Annotated[Literal["off", "online", "offline"], TRACKS] = "off"
     """Also log to SwanLab; offline writes into the run directory."""
-    swanlab_project: str = "unified-trainer"
+    swanlab_project: Annotated[str, ACCOUNT] = "unified-trainer"
     """Project on SwanLab."""
-    swanlab_workspace: str = ""
+    swanlab_workspace: Annotated[str, ACCOUNT] = ""
     """User or organization that owns the project; empty is your default."""
-    custom: tuple[str, ...] = ()
+    custom: Annotated[tuple[str, ...], RUNS_CODE] = ()
     """Trackers of your own, each path/to/file.py:Class or package.module:Class derived from
     unified_trainer.run.tracking.external.ExternalTracker."""
 
@@ -161,25 +162,25 @@ class TrackingConfig:
 class RunConfig:
     """The settings of every run; `run_class` adds those of a method and of its roles."""
 
-    method: str = "dance_grpo"
+    method: Annotated[str, RUNS_CODE] = "dance_grpo"
     """Method: a name, or path/to/file.py:Class or package.module:Class of your own."""
-    recipe: str = ""
+    recipe: Annotated[str, READS] = ""
     """Settings for a model: a name in unified_trainer/recipes, or path/to/file.yaml. By default tiny, while no path of
     a role is given."""
-    config: Path | None = None
+    config: Annotated[Path | None, READS] = None
     """Saved config.yaml to start from."""
     steps: Annotated[Period, MAY_CHANGE] = 60
     """Training steps; one is a rollout with its updates, or one update."""
     seed: Seed = 0
     """Seed of all random numbers."""
-    output: Path | None = None
+    output: Annotated[Path | None, WRITES] = None
     """Run directory; runs/METHOD-N by default."""
-    resume: Path | None = None
+    resume: Annotated[Path | None, WRITES] = None
     """Run directory to continue; auto continues the run that --output holds, or else begins it."""
-    allow: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    allow: tyro.conf.UseAppendAction[tuple[Text, ...]] = ()
     """Setting in which --resume may differ from the saved run, or "config" if config.yaml was edited by hand;
     repeatable."""
-    init_from: str | None = None
+    init_from: Annotated[str | None, READS] = None
     """RUN[@step][:ema]: a run whose newest checkpoint, or that step's, gives the weights of the trained roles; with
     :ema their EMA weights."""
     checkpoint_every: Annotated[PeriodOrZero, MAY_CHANGE] = 20
@@ -189,14 +190,14 @@ class RunConfig:
     first. 0 counts steps alone."""
     async_save: Annotated[bool, MAY_CHANGE] = False
     """Write checkpoints from a copy in CPU memory while training goes on."""
-    checkpoint_mirror: Annotated[str, MAY_CHANGE] = ""
+    checkpoint_mirror: Annotated[str, MAY_CHANGE, WRITES] = ""
     """Also copy complete checkpoints into this folder of a remote storage: a URL such as s3://bucket/folder, of a kind
     that fsspec knows."""
     keep_last: Annotated[Count, MAY_CHANGE] = 2
     """Newest checkpoints kept."""
     keep_best: Annotated[CountOrZero, MAY_CHANGE] = 0
     """Best checkpoints kept besides, among those saved after a validation."""
-    best_metric: Annotated[str, MAY_CHANGE] = "reward"
+    best_metric: Annotated[Text, MAY_CHANGE] = "reward"
     """Validation metric that ranks them."""
     best_is: Annotated[Literal["highest", "lowest"], MAY_CHANGE] = "highest"
     """Order of that metric."""
@@ -204,14 +205,14 @@ class RunConfig:
     """Training steps between validations; one runs before the first step and after the last too. 0 is never."""
     report: Annotated[bool, MAY_CHANGE] = False
     """Also write report.html into the run directory when the run ends."""
-    families: tuple[str, ...] = ()
+    families: Annotated[tuple[str, ...], RUNS_CODE] = ()
     """Model families of your own, each path/to/file.py:NAME or package.module:NAME."""
-    prompts: str = ""
+    prompts: Annotated[str, READS] = ""
     """File with one training prompt per line, or a .json, .jsonl, .csv or .parquet file, here or on the hub as
     hf://datasets/owner/name/file; or a folder of .parquet files, whose text embeddings are used if the run's text
     encoder made them, or of videos with x.txt beside x.mp4; "tiny": captions of the tiny world. Methods that train on
     clips take the clips' captions instead."""
-    prompts_column: str = ""
+    prompts_column: Text = ""
     """Column of a .json, .jsonl, .csv or .parquet file; by default prompt, caption, text, cap or prompt_en."""
     launcher: Annotated[Literal["process", "ray"], MAY_CHANGE] = "process"
     """Starter of the training processes: process runs in this one, or in those of torchrun; ray starts ray.ranks."""

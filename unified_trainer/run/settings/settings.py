@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from unified_trainer.basics.effects import Effect, effect_of
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import MAY_CHANGE, Range, range_of, reason
 
@@ -30,6 +31,7 @@ class Setting:
     owner: Callable[..., Any]  # class or function that declares it, and whose docstrings explain it
     positional: bool = False  # is given by its place instead of a flag
     limits: Range | None = None  # range of a number, or of each number of a tuple
+    effect: Effect | None = None  # what is done with what a text names
 
     @property
     def switch(self) -> bool:
@@ -77,6 +79,7 @@ def settings_of(tree: Any, prefix: str = "") -> Iterator[Setting]:
     declared = _declared(owner)
     for field in dataclasses.fields(tree):
         value, key, (kind, limits) = getattr(tree, field.name), f"{prefix}{field.name}", declared[field.name]
+        effect = effect_of(hints(owner)[field.name])
         if dataclasses.is_dataclass(value):
             yield from settings_of(value, f"{key}.")
         elif isinstance(value, dict) and dataclasses.is_dataclass(typing.get_args(kind)[-1]):
@@ -84,13 +87,13 @@ def settings_of(tree: Any, prefix: str = "") -> Iterator[Setting]:
                 yield from settings_of(inner, f"{key}.{name}.")
         elif isinstance(value, dict):
             for name, inner in value.items():
-                yield Setting(f"{key}.{name}", typing.get_args(kind)[-1], inner, type(tree))
+                yield Setting(f"{key}.{name}", typing.get_args(kind)[-1], inner, type(tree), effect=effect)
         else:
-            yield Setting(key, kind, value, type(tree), limits=limits)
+            yield Setting(key, kind, value, type(tree), limits=limits, effect=effect)
 
 
 @functools.cache
-def _marked(owner: Any) -> dict[str, Any]:
+def hints(owner: Any) -> dict[str, Any]:
     """Return the type of each field or argument, with its marks."""
     return typing.get_type_hints(owner, include_extras=True)
 
@@ -98,7 +101,7 @@ def _marked(owner: Any) -> dict[str, Any]:
 @functools.cache
 def _declared(owner: Any) -> dict[str, tuple[Any, Range | None]]:
     """Return the type and the range of each field or argument; marks stay where a flag is repeatable by one."""
-    marked, bare = _marked(owner), typing.get_type_hints(owner)
+    marked, bare = hints(owner), typing.get_type_hints(owner)
     repeatable = {name for name, kind in marked.items() if tyro.conf.UseAppendAction in typing.get_args(kind)}
     return {name: (kind if name in repeatable else bare[name], range_of(kind)) for name, kind in marked.items()}
 
@@ -109,8 +112,8 @@ def may_change(tree: Any, key: str) -> bool:
         owner: Any = type(tree)
         if isinstance(tree, dict):
             tree = tree.get(name)
-        elif name in _marked(owner):
-            if MAY_CHANGE in typing.get_args(_marked(owner)[name]):
+        elif name in hints(owner):
+            if MAY_CHANGE in typing.get_args(hints(owner)[name]):
                 return True
             tree = getattr(tree, name)
         else:

@@ -5,6 +5,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from unified_trainer.basics.effects import CONTACTS
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import MAY_CHANGE, MOST, Count, CountOrZero, Minutes, PeriodOrZero, above, at_least
 
@@ -13,7 +14,7 @@ Transport = Literal["object_store", "nixl"]
 
 @dataclass(frozen=True)
 class RayConfig:
-    address: str = ""
+    address: Annotated[str, CONTACTS] = ""
     """Address of a running Ray cluster, or auto for the one that this machine belongs to. Empty starts Ray on this
     machine for this run alone."""
     ranks: Count = 1

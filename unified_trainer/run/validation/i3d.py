@@ -1,6 +1,7 @@
 """FVD's features: those of I3D, from its TorchScript file."""
 
 import warnings
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.plugins import agreed_bytes
 from unified_trainer.basics.types import Video
 
 
@@ -28,10 +30,11 @@ class I3D:
 
         `shape` is frames, height and width; `batch` videos are seen at a time.
         """
+        content = BytesIO(agreed_bytes(str(file), key))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # the published file is in no newer format
-                network = torch.jit.load(str(file), map_location=device).eval()
+                network = torch.jit.load(content, map_location=device).eval()
             loaded = cls(network, device, batch)
             seen: Any = loaded(torch.zeros(1, 3, *shape))
         except (torch.jit.Error, RuntimeError, ValueError, OSError) as error:

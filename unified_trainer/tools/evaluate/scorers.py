@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.plugins import agree_to_scorer
 from unified_trainer.rewards.base import RewardConfig, ScorerConfig
 from unified_trainer.rewards.scorers import scorer_kind
 from unified_trainer.run.settings.command_line import read_reward
@@ -27,6 +28,7 @@ def common_reward(checkpoints: Sequence[Checkpoint], file: Path | None, held_out
                 reward = _with(reward, name, part, checkpoint.name)
     for kind in held_out:
         name = kind.rpartition(":")[2]
+        agree_to_scorer(kind, f"reward.scorers.{name}.kind")
         if name == reward.first:
             raise UserError(f"--held-out {kind}: it is the first scorer of the reward, reward.kind; leave it out")
         held = reward.scorers.get(name) or _of_kind(kind, reward)

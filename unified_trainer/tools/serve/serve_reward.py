@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.plugins import agree_to_scorer
 from unified_trainer.basics.ranges import Count, Port, at_least
 from unified_trainer.parallel.device import Device, pick_device
 from unified_trainer.rewards.base import Scorer
@@ -70,6 +71,7 @@ def serve_reward(
 def _served(reward: str, path: str) -> tuple[str, RewardConfig]:
     """Return the name and the settings of what is served; a single scorer reads every frame that it gets."""
     if not reward.endswith((".yaml", ".yml")):
+        agree_to_scorer(reward, "reward.kind")
         config = RewardConfig(kind=reward, path=path, frames="all")
         return config.first, config
     if path:
