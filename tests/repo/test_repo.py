@@ -231,6 +231,7 @@ def test_methods_do_not_inherit():
                     "RolloutMethod",
                     "PolicyMethod",
                     "OldPolicyMethod",
+                    "MatchingMethod",
                     "NamedTuple",
                     "UserError",
                     "RuntimeError",
