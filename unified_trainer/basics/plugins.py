@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from unified_trainer.basics.errors import MissingFileError, UserError, working_on
+from unified_trainer.basics.moves import naming_moves
 from unified_trainer.basics.trust import check_code
 
 
@@ -35,7 +36,7 @@ def load_object(spec: str, key: str) -> Any:
     if not (name.isidentifier() and (is_file or all(part.isidentifier() for part in place.split(".")))):
         raise UserError(f"{key} {spec!r} must be package.module:NAME or path/to/file.py:NAME")
     check_code(spec, key)
-    with working_on(f"{key} {spec}"):
+    with working_on(f"{key} {spec}"), naming_moves():
         module = _execute(Path(place), key) if is_file else _import(place, key)
     try:
         return vars(module)[name]
