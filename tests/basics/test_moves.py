@@ -10,8 +10,6 @@ from helpers import REPO, refused
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.moves import moves, naming_moves
 from unified_trainer.basics.plugins import load_object
-from unified_trainer.rewards.base import ScorerConfig
-from unified_trainer.rewards.scorers import scorer_kind
 
 METHOD = """\
 from unified_trainer.methods.finetune import Finetune
@@ -115,18 +113,11 @@ def test_the_program_ends_with_this_line(own, tmp_path, capsys):
         assert expected in " ".join(refused(capsys, *flags, "--output", tmp_path / "run").split())
 
 
-def test_installed_packages_are_told_too(tmp_path, monkeypatch):
-    (tmp_path / "moved_package.py").write_text(
-        "from unified_trainer.reward import Reward\nimport unified_trainer.types\n"
-    )
-    about = tmp_path / "moved_package-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: moved-package\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[unified_trainer.scorers]\nmoved_score = moved_package:score\n")
+def test_an_installed_module_is_named(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "moved_package.py").write_text("import unified_trainer.types\n")
     with pytest.raises(UserError, match=r"moved_package\.py imports unified_trainer\.types, which is"):
-        scorer_kind(ScorerConfig(kind="moved_score"), "reward.scorers.x", 1.0)
+        load_object("moved_package:score", "--reward.kind")
 
 
 # The table.

@@ -12,7 +12,6 @@ import torch
 
 from unified_trainer import rewards
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.moves import naming_moves
 from unified_trainer.basics.plugins import installed, load_object
 from unified_trainer.basics.secrets import check_secret
 from unified_trainer.basics.trust import check_code, check_program
@@ -77,8 +76,7 @@ def scorer_kind(config: ScorerConfig, key: str, timeout: float) -> ScorerKind:
             raise UserError(
                 f"{key}.kind {config.kind} is no scorer; have {have}, or path/to/file.py:NAME for one of yours"
             )
-        with naming_moves():
-            found = offered[config.kind].load()
+        found = offered[config.kind].load()
     if isinstance(found, ScorerKind):
         return found
     if isinstance(found, type) and issubclass(found, ScorerSettings):

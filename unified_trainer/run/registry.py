@@ -7,7 +7,6 @@ from pydantic import Field
 
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.input_files import Schema, read_as
-from unified_trainer.basics.moves import naming_moves
 from unified_trainer.basics.plugins import installed, load_object
 from unified_trainer.basics.suggestions import must_know
 from unified_trainer.methods import METHODS
@@ -49,8 +48,7 @@ def method_named(name: str) -> type[Method]:
     else:
         offered = installed("methods")
         must_know("--method", name, [*METHODS, *offered])
-        with naming_moves():
-            method = offered[name].load()
+        method = offered[name].load()
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise UserError(f"--method {name} is not a subclass of unified_trainer.methods.base.Method")
     return method
@@ -93,8 +91,7 @@ def family_named(name: str, where: str) -> Family:
         if name not in offered:
             have = ", ".join(sorted({*FAMILIES, *offered}))
             raise UserError(f"{where}: {name} is not supported; have {have}, or name a family of yours by --families")
-        with naming_moves():
-            FAMILIES[name] = offered[name].load()
+        FAMILIES[name] = offered[name].load()
     family = FAMILIES[name]
     if isinstance(family, str):
         family = FAMILIES[name] = load_object(family, "the model family")
