@@ -233,6 +233,7 @@ def test_methods_do_not_inherit():
                     "PolicyMethod",
                     "OldPolicyMethod",
                     "Correction",
+                    "MatchingMethod",
                     "NamedTuple",
                     "UserError",
                     "RuntimeError",

@@ -16,7 +16,7 @@ from unified_trainer.basics.types import Batch, PerSample
 from unified_trainer.data.batch_plan import largest_divisor
 from unified_trainer.methods.base import Loss, Metrics, frozen, initial_copy, trained
 from unified_trainer.methods.distill_rl_settings import DistillRLConfig
-from unified_trainer.methods.distribution_matching import DistributionMatching
+from unified_trainer.methods.distribution_matching import DistributionMatching, MatchingMethod
 from unified_trainer.methods.rl.dynamic_sampling import with_replacement
 from unified_trainer.methods.rl.groups import Groups, gather_ids
 from unified_trainer.methods.rl.minibatches import Minibatch
@@ -29,11 +29,10 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rewards.reward import Reward
 from unified_trainer.roles.critic import Critic
-from unified_trainer.roles.role import Frozen
 from unified_trainer.sampling.solver import SamplerConfig
 
 
-class DistillRL(PolicyMethod):
+class DistillRL(PolicyMethod, MatchingMethod):
     """Roll out and score; teach the critic the samples, then move the student along the sum of the terms."""
 
     config_class = DistillRLConfig
@@ -43,8 +42,6 @@ class DistillRL(PolicyMethod):
         "critic": trained(Critic, starts_from="teacher"),
         "reference": initial_copy("student", when=lambda config: config.kl_coefficient > 0),
     }
-    teacher: Frozen
-    critic: Critic
 
     def __init__(self, config: DistillRLConfig, sampler: SamplerConfig, **parts: Any) -> None:
         super().__init__(config, sampler, **parts)

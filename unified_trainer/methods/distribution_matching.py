@@ -12,7 +12,7 @@ from torch.nn.functional import softplus
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import NonNegative, Period, PeriodOrZero, PositiveFraction, Shift
 from unified_trainer.basics.types import Batch, Latents, PerSample, take_rows
-from unified_trainer.methods.base import Loss, MethodSetup, SingleUpdateConfig
+from unified_trainer.methods.base import Loss, Method, MethodSetup, SingleUpdateConfig
 from unified_trainer.numerics.flow import (
     GuidanceScale,
     ShiftedGrid,
@@ -122,8 +122,13 @@ class Direction:
     gradient: Latents  # g of `distribution_matching_gradient`
     weight: float  # of the loss, from the law that the noise levels were drawn from
     metrics: dict[str, Tensor]
+    tau: PerSample  # noise levels
+    compared: dict[str, Latents]  # x_tau, and the x0 that teacher (real) and critic (fake) predict from it
     gan_loss: PerSample | None = None  # of a discriminator
     gan_gradient: Latents | None = None  # of its mean with respect to the samples
+
+
+FindDirection = Callable[[Latents, Batch, Streams], Direction]  # of the student's samples
 
 
 class DistributionMatching:
@@ -144,7 +149,7 @@ class DistributionMatching:
         """
         self.config, self.teacher, self.critic = config, teacher, critic
         self.gan_weight, self.gan_critic_weight = gan_weight, gan_critic_weight
-        self.direction: Callable[[Latents, Batch, Streams], Direction] = self.score_difference
+        self.direction: FindDirection = self.score_difference
 
     def student_loss(self, x0: Latents, batch: Batch, rng: Streams, mask: Tensor | None = None) -> Loss:
         """Return the loss that moves `x0` along its direction; `x0` keeps its graph."""
@@ -190,7 +195,8 @@ class DistributionMatching:
         fake = x0_from_velocity(x_tau, velocity, sigma).detach()
         gradient = distribution_matching_gradient(x.detach(), real, fake)
         metrics = score_metrics(velocity.detach(), guided, noise - x.detach(), fake - real, sigma)
-        return Direction(gradient, weight, metrics, gan_loss, gan_gradient)
+        compared = {"x_tau": x_tau.detach(), "real": real, "fake": fake}
+        return Direction(gradient, weight, metrics, sigma, compared, gan_loss, gan_gradient)
 
     def critic_loss(self, x0: Latents, batch: Batch, rng: Streams, weights: PerSample | None = None) -> Loss:
         """Return flow matching on the student's samples, plus the discriminator's loss when the GAN term is on.
@@ -218,6 +224,15 @@ class DistributionMatching:
 
     def _noise_levels(self, name: str, batch: Batch, rng: Streams) -> tuple[Tensor, float]:
         return self.critic.draw_noise_levels(name, batch.sample_ids, rng, self.config.tau_law, self.teacher)
+
+
+class MatchingMethod(Method, shared=True):
+    """A method whose student's samples follow the direction of `matching`; `tracking.rollouts_every` shows it."""
+
+    student: Trainable
+    teacher: Frozen
+    critic: Critic
+    matching: DistributionMatching
 
 
 def simulated(student: Trainable, sampler: SamplerConfig, batch: Batch, rng: Streams, purpose: str) -> Latents:

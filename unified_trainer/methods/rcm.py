@@ -3,19 +3,18 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Positive
 from unified_trainer.basics.types import Batch
-from unified_trainer.methods.base import Loss, Method, MethodSetup, frozen, trained
+from unified_trainer.methods.base import Loss, MethodSetup, frozen, trained
 from unified_trainer.methods.consistency_loss import AlongTeacherConfig, consistency_loss
-from unified_trainer.methods.distribution_matching import MatchingConfig, matching_losses, simulated
+from unified_trainer.methods.distribution_matching import MatchingConfig, MatchingMethod, matching_losses, simulated
 from unified_trainer.methods.score_directions import matching_of
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.critic import Critic
-from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling.solver import SamplerConfig
 
 
@@ -31,19 +30,17 @@ class RCMConfig(AlongTeacherConfig, MatchingConfig):
             raise UserError("sampler.chunks.chunk_frames must be 0 for rcm; self_forcing trains causal students")
 
 
-class RCM(Method):
+class RCM(MatchingMethod):
     """Train the student on clips by consistency and on its own samples by matching, and the critic on its samples."""
 
     config_class = RCMConfig
     roles = {"student": trained(), "teacher": frozen(), "critic": trained(Critic, starts_from="teacher")}
     trained_for_sampler = True
 
-    def __init__(
-        self, config: RCMConfig, sampler: SamplerConfig, *, student: Trainable, teacher: Frozen, critic: Critic
-    ) -> None:
-        self.config, self.student, self.teacher = config, student, teacher
-        self.matching = matching_of(config, teacher, critic)
-        self.simulated = partial(simulated, student, sampler)
+    def __init__(self, config: RCMConfig, sampler: SamplerConfig, **parts: Any) -> None:
+        super().__init__(config, sampler, **parts)
+        self.matching = matching_of(config, self.teacher, self.critic)
+        self.simulated = partial(simulated, self.student, sampler)
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         config = self.config

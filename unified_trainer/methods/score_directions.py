@@ -56,7 +56,8 @@ class ScoreIdentity:
             (slope,) = torch.autograd.grad(loss.sum(), x)  # the weights of teacher and critic get none
         elements = x[0].numel()  # `distribution_matching_loss` divides by it again
         metrics = score_metrics(velocity.detach(), guided.detach(), noise - x0.detach(), (fake - real).detach(), sigma)
-        return Direction(elements * slope, weight, {"sid_loss": loss.detach(), **metrics})
+        compared = {"x_tau": x_tau.detach(), "real": real.detach(), "fake": fake.detach()}
+        return Direction(elements * slope, weight, {"sid_loss": loss.detach(), **metrics}, sigma, compared)
 
 
 class Decoupled:
@@ -84,7 +85,8 @@ class Decoupled:
         metrics = score_metrics(velocities[1], velocities[0], noise - x, fake - cond, sigma)
         sizes = [part.abs().flatten(1).mean(1) for part in parts]
         metrics |= {"direction_matching": sizes[0], "direction_guidance": sizes[1]}
-        return Direction(parts[0] + parts[1], 1.0, metrics)
+        compared = {"x_tau": x_tau, "real": cond, "fake": fake, "guided": guided}
+        return Direction(parts[0] + parts[1], 1.0, metrics, sigma, compared)
 
     def _guided(self, x: Latents, batch: Batch, rng: Streams, sigma: PerSample) -> tuple[Latents, Latents]:
         """The teacher's x0 with guidance and without, from one pass."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -12,9 +13,9 @@ from torch import Tensor
 from unified_trainer.basics.ranges import Fraction
 from unified_trainer.basics.types import Batch, Latents, take_rows
 from unified_trainer.data.loader import Loader
-from unified_trainer.methods.base import Loss, Method, frozen, trained
+from unified_trainer.methods.base import Loss, frozen, trained
 from unified_trainer.methods.chunk_matching import WindowMatchingConfig, image_latent
-from unified_trainer.methods.distribution_matching import matching_losses
+from unified_trainer.methods.distribution_matching import MatchingMethod, matching_losses
 from unified_trainer.methods.score_directions import matching_of
 from unified_trainer.models.base import Codec
 from unified_trainer.numerics.chunks import ChunkConfig
@@ -22,7 +23,6 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.critic import Critic
-from unified_trainer.roles.role import Frozen
 from unified_trainer.sampling.solver import SamplerConfig, next_chunks, recomputed_cache
 
 PastFrames = Float[Tensor, "b c past h w"]  # finished frames of streams, none in the first window
@@ -89,7 +89,7 @@ class Windows:
         return sorted({*self.attended(window), *range(max(0, start - self.known + 1), start)})
 
 
-class StreamingTuning(Method):
+class StreamingTuning(MatchingMethod):
     """Continue each sample's stream by a window, and match the teacher's distribution over the window."""
 
     config_class = StreamingTuningConfig
@@ -97,29 +97,21 @@ class StreamingTuning(Method):
     uses_loader = True
     uses_codec = True
     trained_for_sampler = True
+    student: CausalStudent
+    loader: Loader
+    codec: Codec
 
-    def __init__(
-        self,
-        config: StreamingTuningConfig,
-        sampler: SamplerConfig,
-        *,
-        student: CausalStudent,
-        teacher: Frozen,
-        critic: Critic,
-        loader: Loader,
-        codec: Codec,
-    ) -> None:
-        self.config, self.sampler, self.student = config, sampler, student
-        self.loader, self.codec = loader, codec
-        self.matching = matching_of(config, teacher, critic)
-        channels, frames, *size = loader.latent_shape
+    def __init__(self, config: StreamingTuningConfig, sampler: SamplerConfig, **parts: Any) -> None:
+        super().__init__(config, sampler, **parts)
+        self.matching = matching_of(config, self.teacher, self.critic)
+        channels, frames, *size = self.loader.latent_shape
         known = min(config.teacher_frames, frames)
         self.windows = Windows(sampler.chunks, frames, known, config.student_every)
         longest = max(len(self.windows.kept(window)) for window in range(self.windows.count))
-        self._own = loader.rows(0)[1]  # ids of this rank's samples
+        self._own = self.loader.rows(0)[1]  # ids of this rank's samples
         # Of this rank's streams: the frames of `Windows.kept`, and the first frame of the newest window.
-        self._past = torch.zeros(len(self._own), channels, longest, *size, device=student.device)
-        self._first = torch.zeros(len(self._own), channels, 1, *size, device=student.device)
+        self._past = torch.zeros(len(self._own), channels, longest, *size, device=self.student.device)
+        self._first = torch.zeros(len(self._own), channels, 1, *size, device=self.student.device)
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         window, (channels, _, height, width) = self.windows.number(step), batch.latent_shape

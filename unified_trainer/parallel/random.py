@@ -39,6 +39,11 @@ class Streams:
         self._key: tuple[int | str, ...] = self._step_key
         self.shared = generator(seed, step, "shared")  # for decisions that must be equal on all ranks and micro-batches
 
+    @property
+    def step(self) -> int:
+        """The training step, from 0."""
+        return self._step_key[1]
+
     def restarted(self) -> "Streams":
         """Return the streams of the same step with nothing drawn yet from `shared`."""
         streams = copy.copy(self)

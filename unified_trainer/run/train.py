@@ -37,6 +37,7 @@ from unified_trainer.run.settings.settings import check_ranges, settings_of
 from unified_trainer.run.settings.workers import check_installed
 from unified_trainer.run.tracking.environment import note_environment
 from unified_trainer.run.tracking.lost_terminal import lasting_output
+from unified_trainer.run.tracking.matching import show_matching
 from unified_trainer.run.tracking.rollouts import show_rollouts
 from unified_trainer.run.tracking.tracker import Tracker
 from unified_trainer.run.workers import cluster
@@ -103,6 +104,7 @@ def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None, 
             for line in (*built.notes, *begun.said, *risk):
                 tracker.say(line)
             show_rollouts(built.trainer.method, built.codec, built.reward, run, output, tracker)
+            show_matching(built.trainer.method, built.codec, run, output, tracker)
             stopped_by = Course(built.trainer, run, output, tracker, saver, built.validation, start=start).run()
     if after is not None and mesh.is_main:
         after(output)  # the lock is released: a report does not say "running"

@@ -97,7 +97,9 @@ def test_a_full_disk_ends_nothing(tmp_path, capsys):
 def test_a_method_without_rollouts_and_a_run_that_would_show_none_are_refused():
     check_rollouts(RUN, DanceGRPO)
     check_rollouts(RunConfig(), Finetune)
-    with pytest.raises(ConfigError, match=r"tracking\.rollouts_every 2: .* makes no rollouts; set it to 0"):
+    with pytest.raises(
+        ConfigError, match=r"tracking\.rollouts_every 2: .* makes no rollouts and matches no teacher; set it to 0"
+    ):
         check_rollouts(RUN, Finetune)
     with pytest.raises(ConfigError, match=r"validation\.num_videos"):
         check_rollouts(replace(RUN, validation=ValidationConfig(num_videos=0)), DanceGRPO)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -82,7 +83,8 @@ def test_samples_and_pictures_of_validations_and_rollouts(swanlab, tmp_path):
     tracker = SwanLab(RunInfo(tmp_path, {}, TrackingConfig(swanlab="offline"), 0))
     tracker.log_samples(4, [SAMPLE], None)
     tracker.log_rollouts(5, [SAMPLE, SAMPLE], tmp_path / "sheet.png")
-    row = json.dumps(SAMPLE.row())
+    tracker.log_rollouts(6, [replace(SAMPLE, shows="g")], tmp_path / "sheet.png")
+    row, compared = (json.dumps(sample.row()) for sample in (SAMPLE, replace(SAMPLE, shows="g")))
     assert swanlab.calls[1:] == [
         ("log", {"validation/samples": ("text", row)}, 4),
         (
@@ -92,6 +94,11 @@ def test_samples_and_pictures_of_validations_and_rollouts(swanlab, tmp_path):
                 "rollouts/contact_sheet": ("image", str(tmp_path / "sheet.png")),
             },
             5,
+        ),
+        (
+            "log",
+            {"matching/samples": ("text", compared), "matching/contact_sheet": ("image", str(tmp_path / "sheet.png"))},
+            6,
         ),
     ]
     assert not (tmp_path / "swanlab.json").exists()

@@ -6,12 +6,15 @@ import sys
 
 import pytest
 from forked import program
-from helpers import ALONE, SMALL, environment
+from helpers import ALONE, REPO, SMALL, environment
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
 from unified_trainer.run.settings.config import TrackingConfig
 from unified_trainer.run.tracking.external import check_tracking
+
+sys.path.insert(0, str(REPO / "scripts"))
+from make_golden_runs import RUNS
 
 # A user's file: one JSON line for each call.
 NOTES = """
@@ -103,6 +106,19 @@ def test_all_trackers_follow_a_run_and_its_continuation(run_folder, notes, tmp_p
         assert b"\x12\x01*\x22\x04step" in log  # define_metric: the glob * has the x axis step
         media = [file.suffix for file in (folder / "files" / "media").rglob("*") if file.is_file()]
         assert {".mp4", ".png", ".json"} <= set(media)
+
+
+@pytest.mark.slow
+def test_trackers_get_what_a_distillation_compares(run_folder):
+    words = [*RUNS["dmd2"].split(), "--steps", "1", "--tracking.rollouts-every", "1", "--output", str(run_folder)]
+    done = program("-m", "unified_trainer", *words, "--tracking.tensorboard", "--tracking.wandb", "offline")
+    assert done.returncode == 0, done.stderr
+    events = b"".join(file.read_bytes() for file in (run_folder / "tensorboard").iterdir())
+    assert b"matching/contact_sheet" in events and b"x_tau, tau" in events
+    [log] = (run_folder / "wandb").glob("offline-run-*/*.wandb")
+    assert b"matching/videos" in log.read_bytes() and b"matching/contact_sheet" in log.read_bytes()
+    media = [file for file in log.parent.rglob("*.mp4") if "matching" in str(file)]
+    assert len(media) == 5
 
 
 # What cannot start is refused before any weight is read.

@@ -134,7 +134,8 @@ class TrackingConfig:
     """Also write TensorBoard events into the run directory."""
     rollouts_every: PeriodOrZero = 0
     """Training steps between rollouts whose first validation.num_videos samples are written into RUN/rollouts and
-    logged to the trackers; 0 shows none."""
+    logged to the trackers; 0 shows none. Of a distillation the student's next update is shown, in RUN/matching: its
+    sample x, x_tau, the x0 of teacher (real) and critic (fake), and the gradient g."""
     wandb: Annotated[Literal["off", "online", "offline"], TRACKS] = "off"
     """Also log to Weights & Biases."""
     wandb_project: Annotated[str, ACCOUNT] = "unified-trainer"

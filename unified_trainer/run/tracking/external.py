@@ -54,7 +54,10 @@ class ExternalTracker:
         """Log the samples of a validation, of all ranks, with the picture of the first ones if one was written."""
 
     def log_rollouts(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path) -> None:
-        """Log samples that training step `step` learned from, if `tracking.rollouts_every` asks for them."""
+        """Log samples that training step `step` learned from, if `tracking.rollouts_every` asks for them.
+
+        Of a distillation, each is one of the latents that the step compared, which its `shows` names.
+        """
 
     def rewind(self, step: int) -> None:
         """The run went back to the checkpoint of `step`; metrics of the steps after it come again."""
@@ -107,7 +110,7 @@ class TensorBoard(ExternalTracker):
         self._show("validation", step, samples, contact_sheet)
 
     def log_rollouts(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path) -> None:
-        self._show("rollouts", step, samples, contact_sheet)
+        self._show("matching" if samples[0].shows else "rollouts", step, samples, contact_sheet)
 
     def _show(self, group: str, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
         if contact_sheet is not None:
@@ -174,7 +177,7 @@ class WeightsAndBiases(ExternalTracker):
         self._show("validation", step, samples, contact_sheet)
 
     def log_rollouts(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path) -> None:
-        self._show("rollouts", step, samples, contact_sheet)
+        self._show("matching" if samples[0].shows else "rollouts", step, samples, contact_sheet)
 
     def _show(self, group: str, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
         wandb, rows = self._wandb, [sample.row() for sample in samples]
@@ -248,7 +251,7 @@ class SwanLab(ExternalTracker):
         self._show("validation", step, samples, contact_sheet)
 
     def log_rollouts(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path) -> None:
-        self._show("rollouts", step, samples, contact_sheet)
+        self._show("matching" if samples[0].shows else "rollouts", step, samples, contact_sheet)
 
     def _show(self, group: str, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
         lines = "\n".join(json.dumps(sample.row(), ensure_ascii=False) for sample in samples)

@@ -6,6 +6,7 @@ from pathlib import Path
 from unified_trainer.basics.types import Batch
 from unified_trainer.data.video_files import file_name, to_uint8
 from unified_trainer.methods.base import Method
+from unified_trainer.methods.distribution_matching import MatchingMethod
 from unified_trainer.methods.rl.rollout_method import RolloutMethod
 from unified_trainer.methods.rl.rollouts import Check, Rollouts, ScoredSamples
 from unified_trainer.models.base import Codec
@@ -22,10 +23,12 @@ Show = Callable[[ScoredSamples, int], None]  # samples of a rank, and the number
 
 
 def check_rollouts(run: RunConfig, method: type[Method]) -> None:
-    """Raise ConfigError if rollouts shall be shown and there are none, or no sample of them."""
+    """Raise ConfigError if rollouts or matching shall be shown and there is neither, or no sample of them."""
     if every := run.tracking.rollouts_every:
-        if not issubclass(method, RolloutMethod):
-            raise ConfigError(f"tracking.rollouts_every {every}: {run.method} makes no rollouts; set it to 0")
+        if not issubclass(method, RolloutMethod | MatchingMethod):
+            raise ConfigError(
+                f"tracking.rollouts_every {every}: {run.method} makes no rollouts and matches no teacher; set it to 0"
+            )
         if not run.validation.num_videos:
             raise ConfigError(
                 f"tracking.rollouts_every {every} shows as many samples as validation.num_videos says, which is 0: "
@@ -37,8 +40,7 @@ def show_rollouts(
     method: Method, codec: Codec, reward: RewardSum, run: RunConfig, output: Path, tracker: Tracker
 ) -> None:
     """Let the first samples of the main rank go to the trackers every `tracking.rollouts_every` training steps."""
-    if run.tracking.rollouts_every and tracker.active:
-        assert isinstance(method, RolloutMethod)  # as `check_rollouts` says
+    if run.tracking.rollouts_every and tracker.active and isinstance(method, RolloutMethod):
         show = RolloutWriter(codec, reward, run, output, tracker)
         method.rollouts = ShownRollouts(method.rollouts, run.tracking.rollouts_every, show)
 

@@ -131,6 +131,10 @@ class Tracker:
         """Give samples of the rollout of a training step to the other trackers."""
         self._each(lambda tracker: tracker.log_rollouts(step, samples, contact_sheet))
 
+    def add(self, tracker: ExternalTracker) -> None:
+        """Let one more tracker get what the others get, after them."""
+        self._trackers.append(tracker)
+
     def show_phase(self, phase: str) -> None:
         """Show what the run does now, on the progress bar."""
         if self._bar:

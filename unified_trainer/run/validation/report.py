@@ -46,18 +46,20 @@ class ValidationSample:
     accuracy: dict[str, bool]  # tiny world: whether color, shape, direction and all of them match the prompt
     video: Path | None  # mp4 file, or PNG of an image, where one was written
     images: tuple[str, ...] = ()  # files of the condition images
+    shows: str = ""  # of a step of matching: which latents, such as "real, at tau 0.731"
 
     def row(self) -> dict[str, Any]:
-        """Return the sample's line of samples.jsonl; `images` are in it where there are some."""
+        """Return the sample's line of samples.jsonl; `images` and `shows` are in it where there are some."""
         row = {**vars(self), "video": None if self.video is None else self.video.name}
-        return row if self.images else {name: value for name, value in row.items() if name != "images"}
+        return {name: value for name, value in row.items() if value or name not in ("images", "shows")}
 
     @property
     def about(self) -> str:
-        """The sample's number, seed and scores in words."""
+        """The sample's number, seed and scores in words, after which latents it shows."""
+        shows = f"{self.shows}   " if self.shows else ""
         reward = "" if self.reward is None else f"   reward {self.reward:.3f}"
         accuracy = f"   accuracy {self.accuracy['all']:d}" if self.accuracy else ""
-        return f"sample {self.sample}   seed {self.seed}{reward}{accuracy}"
+        return f"{shows}sample {self.sample}   seed {self.seed}{reward}{accuracy}"
 
 
 @dataclass(frozen=True)
