@@ -59,7 +59,7 @@ def test_another_run_is_refused_before_a_weight_is_read(alone, tmp_path, monkeyp
     assert main([*WORDS, "--steps", "1", "--output", str(tmp_path / "run"), "--checkpoint-mirror", mirror]) == 0
     shutil.copytree(alone, other)
     before = files_of(tmp_path)
-    monkeypatch.setattr("unified_trainer.run.train.build", None)
+    monkeypatch.setattr("unified_trainer.run.build.load_roles", None)
     for words in (["--resume", str(other), "--steps", "4"], [*WORDS, "--output", str(tmp_path / "new")]):
         said = refused(capsys, *words, "--checkpoint-mirror", mirror)
         assert f"--checkpoint-mirror {mirror} belongs to the run in {tmp_path / 'run'} on " in said

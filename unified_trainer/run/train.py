@@ -160,7 +160,7 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
             )
         with (
             mirror_of(run.checkpoint_mirror, output, mesh, new=run.resume is None) as mirror,
-            closing(build(run, mesh, output)) as built,
+            closing(build(run, mesh, output, mirror)) as built,
         ):
             start, skipped = built.trainer.resume(output) if run.resume else (0, [])
             if start > run.steps:

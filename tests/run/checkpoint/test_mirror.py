@@ -15,7 +15,7 @@ from helpers import ALONE, assert_same, checkpoint_of, copy_of, files_of
 from unified_trainer.basics.errors import UserError
 from unified_trainer.run.checkpoint import manifest, remote_folder
 from unified_trainer.run.checkpoint.manager import Keep, Saver
-from unified_trainer.run.checkpoint.mirror import MirroringSaver, mirror_of, saver_of
+from unified_trainer.run.checkpoint.mirror import Mirror, MirroringSaver, mirror_of, saver_of
 from unified_trainer.run.checkpoint.remote_folder import RemoteFolder, checked_address
 from unified_trainer.run.checkpoint.restore import restore
 
@@ -58,6 +58,11 @@ class Start:
         self._mirror = mirror_of(self._url, self._run, ALONE, new=self._new)
         root = self._run / "checkpoints"
         mirror = self._mirror.__enter__()
+        try:
+            mirror.take()
+        except UserError:
+            self._mirror.__exit__(None, None, None)
+            raise
         self._saver = saver_of(mirror, root, ALONE, Keep(self._keep), self.said.append, asynchronous=False)
         return self._saver.__enter__()
 
@@ -293,11 +298,12 @@ def test_of_runs_that_start_together_one_gets_the_folder(tmp_path):
         run.mkdir()
         gate.wait()
         try:
-            one = mirror_of(url, run, ALONE, new=True)
-            one.__enter__()
+            one = Mirror(url, run, new=True)
+            one.take()
             got.append((run, one))
         except UserError as error:
             assert "belongs to the run in" in str(error)
+            one.leave()
 
     threads = [threading.Thread(target=begin, args=(run,)) for run in runs]
     [thread.start() for thread in threads]
@@ -305,7 +311,7 @@ def test_of_runs_that_start_together_one_gets_the_folder(tmp_path):
     ((winner, context),) = got
     assert json.loads((tmp_path / "mm" / "mirror.json").read_text())["folder"] == str(winner)
     assert [run for run in runs if (run / "mirror.json").exists()] == [winner]
-    context.__exit__(None, None, None)
+    context.leave()
     assert not (tmp_path / "mm" / "mirror.json").exists()  # nothing was copied: another run may have it
 
 
@@ -314,7 +320,7 @@ def test_a_storage_that_creates_a_file_twice_is_looked_at_again(run, tmp_path, u
     read = RemoteFolder.read
     monkeypatch.setattr(RemoteFolder, "create", RemoteFolder.write)
     with mirror_of(url, run, ALONE, new=True) as first:
-        first.confirm()
+        first.take()
         early = ["mirror.json"]  # at which the second one looks before the first has written
 
         def look(self, name: str) -> bytes | None:
@@ -325,7 +331,7 @@ def test_a_storage_that_creates_a_file_twice_is_looked_at_again(run, tmp_path, u
 
         monkeypatch.setattr(RemoteFolder, "read", look)
         with mirror_of(url, run_in(tmp_path / "other"), ALONE, new=True) as second:
-            second.confirm()
+            second.take()
             with pytest.raises(UserError, match=f"belongs to the run in {tmp_path / 'other'}"):
                 first.confirm()
 
@@ -369,7 +375,8 @@ def test_a_run_that_is_ahead_of_its_mirror_goes_on_elsewhere(run, url, tmp_path)
 def test_a_start_that_fails_gives_the_folder_back(tmp_path, url):
     run = tmp_path / "run"
     run.mkdir()
-    with pytest.raises(UserError, match="no weights"), mirror_of(url, run, ALONE, new=True):
+    with pytest.raises(UserError, match="no weights"), mirror_of(url, run, ALONE, new=True) as mirror:
+        mirror.take()
         raise UserError("no weights")
     assert not any(run.iterdir()) and not fsspec.filesystem("memory").exists("/bucket/fox/mirror.json")
 
@@ -492,7 +499,7 @@ def life(run: Path, url: str, dies_at: int) -> int:
         os._exit(code)
 
 
-def test_killed_at_every_operation_a_mirror_holds_a_whole_checkpoint(tmp_path, unchecked):
+def test_killed_at_every_operation_a_mirror_holds_a_whole_checkpoint(tmp_path, unchecked, capsys):
     """Bit for bit, with the settings, and with the metrics up to it; and its run goes on with the mirror."""
     states = {1: [state(1.0)], 2: [state(2.0), state(2.5)], 3: [state(3.0)]}
     newest = []
@@ -505,6 +512,7 @@ def test_killed_at_every_operation_a_mirror_holds_a_whole_checkpoint(tmp_path, u
             assert "holds no complete copy of a run" in str(error)
             newest.append(0)
         else:
+            assert "skipped" not in capsys.readouterr().out  # no manifest of files that are not there
             folder, _, skipped = manifest.newest_sound(restored, ALONE)
             newest.append(step := manifest.step_of(folder))
             assert not skipped and (restored / "config.yaml").read_text() == "seed: 0\n"

@@ -29,12 +29,17 @@ BESIDE = ("environment.jsonl", METRICS, "wandb.json", "swanlab.json", CONFIG)  #
 class Mirror:
     """A remote folder that belongs to this start of a run."""
 
-    def __init__(self, remote: RemoteFolder, run: Path, *, new: bool) -> None:
-        """Take the folder for the run in the directory `run`; UserError if it holds what this run would overwrite."""
-        self.remote, self._run, self._copied = remote, run, False
+    def __init__(self, address: str, run: Path, *, new: bool) -> None:
+        """Open the folder for the run in the directory `run`; `take` is still to be called."""
+        self.remote, self._run, self._new, self.note = RemoteFolder(address, KEY), run, new, ""
+        self._before, self._record, self._copied = read(run / OWNER), dict[str, str](), False
+
+    def take(self) -> None:
+        """Make the folder this run's; UserError if it is another run's, or holds what this run would overwrite."""
+        remote, run, new = self.remote, self._run, self._new
         if remote.local is not None and run.resolve() in (remote.local, *remote.local.parents):
             raise UserError(f"{KEY} {remote.shown} lies in the run directory {run}: name a folder outside it")
-        owner, own = record_in(remote.read(OWNER)), record_in(read(run / OWNER))
+        owner, own = record_in(remote.read(OWNER)), record_in(self._before)
         place = {"folder": str(run.resolve()), "host": socket.gethostname()}
         self._record = {"run": own.get("run") or secrets.token_hex(8), "start": secrets.token_hex(8), **place}
         newest = next((step for step in reversed(steps_in(remote)) if listed(remote, step) is not None), None)
@@ -47,7 +52,8 @@ class Mirror:
                 f"{KEY} {remote.shown} holds step {newest}, which {run} lacks: it is another run's, or {run} is an "
                 f"older copy. Continue that run with --resume {remote.shown}, or name another folder"
             )
-        self.note = f"{remote.shown} holds copies from another place; this run goes on with them" if elsewhere else ""
+        if elsewhere:
+            self.note = f"{remote.shown} holds copies from another place; this run goes on with them"
         content = json.dumps(self._record).encode()
         write(run / OWNER, content)
         with suppress(FileExistsError):  # of a run that starts at this moment
@@ -101,29 +107,23 @@ class Mirror:
 
     def leave(self) -> None:
         """Give back a folder that nothing was copied into."""
-        if self._copied:
+        if self._copied or not self._record:
             return
         with suppress(UserError):
             self.confirm()
             if self.remote.read(CONFIG) is None:
                 self.remote.remove(OWNER)
-        if not (self._run / CONFIG).exists():
+        if self._before is None and not (self._run / CONFIG).exists():
             (self._run / OWNER).unlink(missing_ok=True)
 
 
 @contextmanager
 def mirror_of(address: str, run: Path, mesh: Mesh, *, new: bool) -> Iterator[Mirror | None]:
-    """Hold a mirror for the run in the directory `run`; None without an address, and on ranks that copy nothing."""
+    """Open the mirror of the run in the directory `run`; None without an address, and on ranks that copy nothing."""
     if not address or not mesh.is_main:
         yield None
         return
-    before = read(run / OWNER)
-    try:
-        mirror = Mirror(RemoteFolder(address, KEY), run, new=new)
-    except UserError:
-        if before is None:
-            (run / OWNER).unlink(missing_ok=True)
-        raise
+    mirror = Mirror(address, run, new=new)
     try:
         yield mirror
     finally:
