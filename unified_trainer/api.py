@@ -117,8 +117,8 @@ class Run:
         begun = self._stack.enter_context(begin(settings, self._mesh, sys.argv))
         self._built, self.settings = begun.built, begun.built.run
         self.folder, self.steps_done = begun.output, begun.start
-        root, keep, mirror = self.folder / "checkpoints", self._built.keep, self.settings.checkpoint_mirror
-        saver = saver_of(mirror, root, self._mesh, keep, self._say, asynchronous=False)
+        root, keep = self.folder / "checkpoints", self._built.keep
+        saver = saver_of(begun.mirror, root, self._mesh, keep, self._say, asynchronous=False)
         self._saver = self._stack.enter_context(saver)
 
     @classmethod

@@ -77,7 +77,7 @@ NUMERICS = sorted((PACKAGE / "numerics").glob("*.py"))
 def test_formulas_need_torch_only(path):
     allowed = {"torch", "torch.nn.functional", "jaxtyping", "math", "typing", "dataclasses"}
     allowed |= {"collections.abc", "functools"}
-    allowed |= {"unified_trainer.basics.errors", "unified_trainer.basics.ranges", "unified_trainer.basics.types"}
+    allowed |= {f"unified_trainer.basics.{name}" for name in ("effects", "errors", "ranges", "types")}
     assert {name for name in imports_of(path) if not name.startswith("unified_trainer.numerics.")} <= allowed
 
 

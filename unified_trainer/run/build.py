@@ -39,6 +39,7 @@ from unified_trainer.roles.role import Role, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.run.build_worker import build_evaluation, build_sampling
 from unified_trainer.run.checkpoint.manager import Keep
+from unified_trainer.run.checkpoint.mirror import Mirror
 from unified_trainer.run.guards.base import Guard
 from unified_trainer.run.guards.distillation import DistillationGuard
 from unified_trainer.run.guards.hacking_monitor import HackingMonitor
@@ -87,13 +88,16 @@ class Built:
             self.stop_workers()
 
 
-def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
+def build(run: RunConfig, mesh: Mesh, output: Path | None = None, mirror: Mirror | None = None) -> Built:
     """Check a run, load its models and connect its parts.
 
-    Embeddings of prompts are kept below the run directory `output`, or without one only in memory.
+    Embeddings of prompts are kept below the run directory `output`, or without one only in memory. A `mirror` is taken
+    before a weight is read.
     """
     plan = check(run, mesh)
     assert_equal(mesh, plan.compared())
+    if mirror is not None:
+        mirror.take()
     run = _with_cache(plan.run, output)
     codec = plan.family.codec(plan.folder, mesh.device, run.encoders)
     _require_memory(run, plan, codec, mesh)

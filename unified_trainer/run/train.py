@@ -20,7 +20,7 @@ from unified_trainer.run.checkpoint.due import at_risk
 from unified_trainer.run.checkpoint.litter import litter
 from unified_trainer.run.checkpoint.manager import to_remove
 from unified_trainer.run.checkpoint.manifest import finished
-from unified_trainer.run.checkpoint.mirror import saver_of
+from unified_trainer.run.checkpoint.mirror import Mirror, mirror_of, saver_of
 from unified_trainer.run.checkpoint.run_lock import LOCK, claimed
 from unified_trainer.run.course import Course
 from unified_trainer.run.exit_codes import STOPPED, exit_code
@@ -90,7 +90,7 @@ def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None, 
             lasting_output(output),
             open_tracker(begun, mesh) as tracker,
             saver_of(
-                run.checkpoint_mirror,
+                begun.mirror,
                 output / "checkpoints",
                 mesh,
                 built.keep,
@@ -138,6 +138,7 @@ class Begun:
     output: Path  # the run directory
     start: int  # training steps done before
     said: tuple[str, ...]  # where it begins and with which weights, in words
+    mirror: Mirror | None  # that the main rank copies checkpoints into
 
 
 @contextmanager
@@ -160,23 +161,29 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
             raise ConfigError(
                 f"--output {output} already holds a run: continue it with --resume {output}, or name another folder"
             )
-        with closing(build(run, mesh, output)) as built:
+        with (
+            mirror_of(run.checkpoint_mirror, output, mesh, new=run.resume is None) as mirror,
+            closing(build(run, mesh, output, mirror)) as built,
+        ):
             start, skipped = built.trainer.resume(output) if run.resume else (0, [])
             if start > run.steps:
                 raise ConfigError(f"--resume {output} is at step {start} already: --steps {run.steps} is too few")
             initialised = built.trainer.init_from(run.init_from) if run.init_from and not start else ""
+            if mirror is not None:
+                mirror.confirm()  # loading took long: who came at the same moment has written by now
             unnoted = _note_settings(built.run, output, argv, start, mesh) if mesh.is_main else ""
             continued = f"continuing after step {start}" if start else "no checkpoint yet: from the beginning"
             lines = (
                 f"writing to {output}" + (f"; weights of {initialised}" if initialised else ""),
                 note,
+                mirror.note if mirror is not None else "",
                 continued if run.resume else "",
                 *(f"skipped {why}" for why in skipped),
                 *(f"changed {what}" for what in changed),
                 *built.trainer.warnings,
                 unnoted,
             )
-            yield Begun(built, output, start, tuple(filter(None, lines)))
+            yield Begun(built, output, start, tuple(filter(None, lines)), mirror)
 
 
 def _note_settings(run: RunConfig, output: Path, argv: Sequence[str], start: int, mesh: Mesh) -> str:

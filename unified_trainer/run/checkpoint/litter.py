@@ -6,7 +6,9 @@ from pathlib import Path
 
 from unified_trainer.run.checkpoint import manifest
 
-BUILDING = ("config.tmp", "metrics.tmp", "report.tmp")  # files that were being written anew
+BUILDING = tuple(
+    f"{name}.tmp" for name in ("config", "environment", "metrics", "mirror", "report", "swanlab", "wandb")
+)  # files that were being written anew
 PROBES = ".lock.now.*"  # files that tell the file system's time
 
 

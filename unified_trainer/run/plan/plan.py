@@ -20,7 +20,6 @@ from unified_trainer.roles.blocks import check_compiler
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.manager import Keep
-from unified_trainer.run.checkpoint.mirror import check_mirror
 from unified_trainer.run.plan.causal_teacher import check_causal_teacher
 from unified_trainer.run.plan.data import (
     SETS,
@@ -194,7 +193,6 @@ def _check_packages(run: RunConfig, mesh: Mesh) -> None:
     for frames in dict.fromkeys((run.video.frames, run.validated().video.frames)):
         check_reward(run.reward, frames)
     check_tracking(run.tracking, mesh)
-    check_mirror(run.checkpoint_mirror, mesh, new=run.resume is None)
 
 
 def check_settings(run: RunConfig, method: type[Method]) -> None:

@@ -1,4 +1,7 @@
-"""--resume auto: one command line that begins a run, and continues it when a launcher gives it again."""
+"""--resume auto: one command line that begins a run, and continues it when a launcher gives it again.
+
+And --resume s3://bucket/mine: a run that its mirror holds is copied into a run directory, which is continued.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,11 +21,16 @@ AUTO = "auto"  # value of --resume; a folder of this name is ./auto
 def without_auto(argv: Sequence[str], store: Store | None = None) -> list[str]:
     """Return a command line with --resume DIR in place of `--resume auto` if --output DIR holds a run, else without it.
 
-    `store` is that of the ranks' `meeting`: the main rank looks for all of them. A run that is continued has its
-    settings, so that --config is left out too.
+    In place of --resume ADDRESS it has the directory into which the mirror there was copied. `store` is that of the
+    ranks' `meeting`: the main rank looks, and copies, for all of them. A run that is continued has its settings, so
+    that --config is left out too.
     """
     given = {_flag(name): values for name, values in split(argv)}
-    if given.get("--resume") != [AUTO]:
+    resumed = "".join(given.get("--resume", []))
+    if "://" in resumed:
+        copied = _restored(resumed, given.get("--output", []), store)
+        return [*_without(argv, {"--resume", "--output"}), f"--resume={copied}"]
+    if resumed != AUTO:
         return list(argv)
     if not given.get("--output"):
         raise ConfigError("--resume auto needs --output DIR, the folder of the run that it begins or continues")
@@ -42,6 +50,18 @@ def _holds_run(folder: Path, store: Store | None) -> bool:
     if size_and_rank()[1] == 0:
         store.set("continues", str(continues))
     return store.get("continues").decode() == str(True)
+
+
+def _restored(address: str, output: Sequence[str], store: Store | None) -> str:
+    """Return the run directory into which the main rank has copied a mirror."""
+    from unified_trainer.run.checkpoint.restore import restore
+
+    folder = Path(output[0]) if output else None
+    if store is None:
+        return str(restore(address, folder))
+    if size_and_rank()[1] == 0:
+        store.set("restored", str(restore(address, folder)))
+    return store.get("restored").decode()
 
 
 def _is_pinned(saved: Mapping[str, Any], flag: str, value: str) -> bool:

@@ -19,6 +19,7 @@ from unified_trainer.numerics.objectives import OBJECTIVES
 from unified_trainer.parallel.mesh import ParallelConfig
 from unified_trainer.rewards.reward import RewardConfig, ScorerConfig
 from unified_trainer.run.checkpoint.manifest import trained_sampler
+from unified_trainer.run.checkpoint.remote_folder import checked_address
 from unified_trainer.run.registry import add_families, method_named, objective_of
 from unified_trainer.run.settings import border, run_paths
 from unified_trainer.run.settings.config import (
@@ -76,7 +77,8 @@ def _accepted(run: RunConfig) -> RunConfig:
         raise ConfigError(f"--allow {run.allow[0]} is for --resume: leave it out, or name the run to continue")
     with run_paths.naming_origin(run.resume, "Call from the folder that has it"):
         add_families(run.families)
-    return run
+    mirror = checked_address(run.checkpoint_mirror, "--checkpoint-mirror")
+    return dataclasses.replace(run, checkpoint_mirror=mirror)
 
 
 def before_flags(argv: Sequence[str]) -> RunConfig:

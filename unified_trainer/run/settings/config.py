@@ -27,6 +27,7 @@ from unified_trainer.basics.ranges import (
     Seed,
     at_least,
 )
+from unified_trainer.basics.secrets import masked
 from unified_trainer.basics.suggestions import must_know
 from unified_trainer.data.clips import DataConfig, VideoConfig
 from unified_trainer.methods.base import DeclarationError, Method, MethodConfig, place_of
@@ -177,7 +178,8 @@ class RunConfig:
     output: Annotated[Path | None, WRITES] = None
     """Run directory; runs/METHOD-N by default."""
     resume: Annotated[Path | None, WRITES] = None
-    """Run directory to continue; auto continues the run that --output holds, or else begins it."""
+    """Run directory to continue; auto continues the run that --output holds, or else begins it. The address of a mirror
+    copies its run into --output first, or into runs/NAME."""
     allow: tyro.conf.UseAppendAction[tuple[Text, ...]] = ()
     """Setting in which --resume may differ from the saved run, or "config" if config.yaml was edited by hand;
     repeatable."""
@@ -192,8 +194,8 @@ class RunConfig:
     async_save: Annotated[bool, MAY_CHANGE] = False
     """Write checkpoints from a copy in CPU memory while training goes on."""
     checkpoint_mirror: Annotated[str, MAY_CHANGE, WRITES] = ""
-    """Also copy complete checkpoints into this folder of a remote storage: a URL such as s3://bucket/folder, of a kind
-    that fsspec knows."""
+    """Also copy complete checkpoints into this folder of a remote storage, which no other run uses: an address such as
+    s3://bucket/folder, of a kind that fsspec knows, without a password. --resume takes the same address."""
     keep_last: Annotated[Count, MAY_CHANGE] = 2
     """Newest checkpoints kept."""
     keep_best: Annotated[CountOrZero, MAY_CHANGE] = 0
@@ -345,7 +347,8 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
     new, old = flat(plain(run)), saved
     old = {key: value for key, value in defaults.items() if key in new} | old  # a setting newer than the saved file
     keys = sorted(old.keys() | new.keys())
-    changed = {key: f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)}
+    different = [key for key in keys if old.get(key) != new.get(key)]
+    changed = {key: masked(f"{key}: {old.get(key)!r} -> {new.get(key)!r}") for key in different}
     allowed = {key.replace("-", "_") for key in run.allow}
     held_out = {name for name in (*scorers, *run.reward.scorers) if _held_out(name, saved) and _held_out(name, new)}
     if edited and EDITED not in allowed:

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import tyro
@@ -10,6 +11,7 @@ from rich.text import Text
 
 from unified_trainer.basics.errors import MissingFileError
 from unified_trainer.basics.terminal import console, printable
+from unified_trainer.run.checkpoint.restore import outline
 from unified_trainer.run.tracking.tracker import VALIDATED
 from unified_trainer.tools.report.metrics_reader import MetricsReader
 from unified_trainer.tools.report.run_folder import METRICS, RunFolderUnreadableError, RunRecord, find_runs
@@ -23,20 +25,32 @@ STYLES = {"running": "cyan", "finished": "green", "stopped": "yellow"} | dict.fr
 )
 
 
-def runs(folder: Annotated[Path, tyro.conf.Positional] = Path("runs")) -> None:
+def runs(folder: Annotated[str, tyro.conf.Positional] = "runs") -> None:
     """List the runs below a folder: state, steps, and the last and best value of the main validation metrics.
 
     A run is running, finished, hacked or collapsed (the hacking monitor, or the guard of distillation, stopped it),
-    stopped (its last step is saved) or failed; how often it was rolled back follows.
+    stopped (its last step is saved) or failed; how often it was rolled back follows. A mirror shows a run as of its
+    newest copy.
 
     Args:
-        folder: Folder with run directories, at any depth.
+        folder: Folder with run directories, at any depth; or the address of a mirror, or of a folder of mirrors.
     """
+    if "://" not in folder:
+        return _list(Path(folder), folder)
+    with TemporaryDirectory() as copied:
+        below = Path(copied, folder.rstrip("/").rpartition("/")[2])
+        below.mkdir(exist_ok=True)
+        outline(folder, below)
+        _list(below, folder)
+
+
+def _list(folder: Path, shown: str) -> None:
+    """Print a table of the runs below a folder; `shown` names it in messages."""
     if not folder.is_dir():
-        raise MissingFileError(f"runs {folder}: no such folder; name one with run directories")
+        raise MissingFileError(f"runs {shown}: no such folder; name one with run directories")
     folders = find_runs(folder)
     if not folders:
-        raise MissingFileError(f"runs {folder}: no run directory below it; name another folder")
+        raise MissingFileError(f"runs {shown}: no run directory below it; name another folder")
     table = Table(*("run", "method", "seed", "state", "steps", *VALIDATED.values(), "updated"))
     for run in folders:
         table.add_row(*(Text(printable(words), style) for words, style in _row(run, _name(run, folder))))
