@@ -36,6 +36,7 @@ from unified_trainer.run.settings.settings import check_ranges
 from unified_trainer.run.settings.workers import check_installed
 from unified_trainer.run.tracking.environment import note_environment
 from unified_trainer.run.tracking.lost_terminal import lasting_output
+from unified_trainer.run.tracking.metrics_file import METRICS
 from unified_trainer.run.tracking.rollouts import show_rollouts
 from unified_trainer.run.tracking.tracker import Tracker
 from unified_trainer.run.workers import cluster
@@ -157,12 +158,15 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
             raise ConfigError(
                 f"--output {output} already holds a run: continue it with --resume {output}, or name another folder"
             )
+        if (metrics := output / METRICS).exists() and not metrics.is_file():
+            raise ConfigError(f"{metrics} is no file: move it away, and call again")
         with closing(build(run, mesh, output)) as built:
             start, skipped = built.trainer.resume(output) if run.resume else (0, [])
             if start > run.steps:
                 raise ConfigError(f"--resume {output} is at step {start} already: --steps {run.steps} is too few")
             initialised = built.trainer.init_from(run.init_from) if run.init_from and not start else ""
             unnoted = _note_settings(built.run, output, argv, start, mesh) if mesh.is_main else ""
+            gone = f"warning: {metrics} is gone: its curves begin after step {start}"
             continued = f"continuing after step {start}" if start else "no checkpoint yet: from the beginning"
             lines = (
                 f"writing to {output}" + (f"; weights of {initialised}" if initialised else ""),
@@ -171,6 +175,7 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
                 *(f"skipped {why}" for why in skipped),
                 *(f"changed {what}" for what in changed),
                 *built.trainer.warnings,
+                gone if start and not metrics.exists() else "",
                 unnoted,
             )
             yield Begun(built, output, start, tuple(filter(None, lines)))
