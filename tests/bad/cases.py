@@ -13,7 +13,6 @@ from bad_inputs import ABSENT
 from helpers import LATENT_SHAPE, rewrite
 
 from unified_trainer.data.row_kinds import LATENT
-from unified_trainer.rewards.chat_template import STEPS
 from unified_trainer.rewards.hpsv3_folder import CHECKPOINT
 from unified_trainer.tools.sample.rollout_folder import ABOUT
 
@@ -38,6 +37,7 @@ def parquet(values, *more):
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLED = "{% set a = namespace(b='x') %}{% for i in range(60) %}{% set a.b = a.b ~ a.b %}{% endfor %}"
 MACROS = "{% macro a(n) %}{% if n %}{{ a(n - 1) }}{{ a(n - 1) }}{% endif %}{% endmacro %}{{ a(60) }}"
 SOUND_TEMPLATE = "<|vision_start|><|image_pad|><|vision_end|>{{ messages[0]['content'][1]['text'] }}"
 ROPE = "text_config.rope_parameters"
@@ -192,12 +192,20 @@ FIELDS = {
             ("chat_template", "{{ ''.__class__.__mro__ }}", "chat_template fails"),
             ("chat_template", "{{ messages.append(1) }}", "chat_template fails"),
             ("chat_template", "{% include 'config.json' %}", "chat_template fails"),
-            ("chat_template", LOOP, f"more than {STEPS} steps"),
-            ("chat_template", MACROS, f"more than {STEPS} steps"),
+            ("chat_template", LOOP, "it takes more than 2 s"),
+            ("chat_template", MACROS, "it takes more than 2 s"),
+            ("chat_template", DOUBLED, "chat_template fails"),
+            ("chat_template", "{{ '%10000000000d' % 1 }}", "chat_template fails"),
+            ("chat_template", "{{ '{:>10000000000}'.format('x') }}", "chat_template fails"),
+            ("chat_template", "{{ 'x'.center(3000000000) }}", "chat_template fails"),
+            ("chat_template", "{{ 'x' | center(100000000) }}", "more than 1048576 characters"),
+            ("chat_template", SOUND_TEMPLATE + SOUND_TEMPLATE, "does not write the text of a message once"),
+            ("chat_template", SOUND_TEMPLATE.replace(" }}", "| trim }}"), "does not write the text of a message once"),
+            ("chat_template", SOUND_TEMPLATE.replace(" }}", "| length }}"), "does not write the text"),
             ("chat_template", "{{ range(10 ** 10) }}", "chat_template fails"),
             ("chat_template", "{{ 'x' * 10000000000 }}", "chat_template fails"),
             ("chat_template", "", "chat_template string must have"),
-            ("chat_template", "no image", "0 image and 0 <|Reward|> tokens", ""),
+            ("chat_template", "no image", "does not write the text of a message"),
             ("chat_template", SOUND_TEMPLATE + "<|image_pad|>", "2 image and 1 <|Reward|> tokens", ""),
         ],
         "tokenizer.json": [("", "{}", "", "")],

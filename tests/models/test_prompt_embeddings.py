@@ -1,6 +1,8 @@
 """A prompt is encoded once: its embedding from memory or from disk is that of the encoder, bit for bit."""
 
+import os
 import shutil
+import time
 import weakref
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
 from unified_trainer.models import diffusers_codec, prompt_embeddings
 from unified_trainer.models.encoders import EncoderConfig
-from unified_trainer.models.prompt_embeddings import Counts, PromptEmbeddings
+from unified_trainer.models.prompt_embeddings import LEFT, Counts, PromptEmbeddings
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.parallel.device import use_tf32
 
@@ -138,6 +140,18 @@ def test_prompts_beyond_the_disk_s_bound_are_encoded_when_they_are_drawn(tmp_pat
 
 
 # The files.
+
+
+def test_what_a_killed_run_left_goes_and_what_is_being_written_stays(tmp_path):
+    one = of_size([], folder=tmp_path)
+    one.encode_ahead(["1"], ALONE)
+    (stored,) = tmp_path.rglob("*.safetensors")
+    left, written = (stored.with_suffix(f".{name}.tmp") for name in ("left", "written"))
+    for file in (left, written):
+        file.touch()
+    os.utime(left, (time.time() - LEFT - 60,) * 2)
+    one.encode_ahead(["1"], ALONE)
+    assert not left.exists() and written.exists() and stored.exists()
 
 
 def test_another_encoder_s_embeddings_are_not_taken(tmp_path, loads):

@@ -24,6 +24,7 @@ from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Condition
+from unified_trainer.basics.versions import install
 from unified_trainer.models import sparse_attention
 from unified_trainer.models.masked_attention import attend
 from unified_trainer.models.sparse_attention import (
@@ -372,4 +373,4 @@ def test_passes_in_bf16_run_on_the_kernels_where_they_can(stand_in, monkeypatch)
     assert len(runs) == len(model.blocks)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0.05)
     monkeypatch.delitem(sys.modules, "fastvideo_kernel")
-    assert "pip install 'unified-trainer[fastvideo]'" in config.lacks_kernel("cpu", 24)
+    assert install("fastvideo") in config.lacks_kernel("cpu", 24)

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from PIL import Image as Picture
-from PIL import ImageOps, UnidentifiedImageError
+from PIL import ImageOps
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import check_file
+from unified_trainer.basics.pictures import open_picture
 
 Pixels = np.ndarray  # uint8 [height, width, 3]
 
@@ -30,12 +31,9 @@ class Image:
     def read(cls, file: Path, place: str) -> "Image":
         """Return the image of a file; UserError, which begins with `place`, for one that holds no image."""
         check_file(file, place)
-        try:
-            with Picture.open(file) as opened:
-                opened.verify()
+        with open_picture(file, f"{place} {file}") as opened:
+            opened.verify()
             return cls(hashlib.sha256(file.read_bytes()).hexdigest(), file)
-        except (OSError, SyntaxError, UnidentifiedImageError, Picture.DecompressionBombError) as error:
-            raise UserError(f"{place} {file}: cannot be read as an image ({error})") from error
 
     @classmethod
     def of(cls, pixels: Pixels) -> "Image":
@@ -51,13 +49,11 @@ class Image:
         if self.file is None:
             assert self.pixels is not None  # an image has a file or pixels
             return cover(Picture.fromarray(self.pixels), height, width)
-        try:
-            if hashlib.sha256(self.file.read_bytes()).hexdigest() != self.sha256:
-                raise UserError(f"{self.file} changed since the run read it first: restore it, or start again")
-            with Picture.open(self.file) as opened:
-                return cover(ImageOps.exif_transpose(opened).convert("RGB"), height, width)
-        except OSError as error:
-            raise UserError(f"{self.file}: cannot be read as an image ({error})") from error
+        check_file(self.file)
+        if hashlib.sha256(self.file.read_bytes()).hexdigest() != self.sha256:
+            raise UserError(f"{self.file} changed since the run read it first: restore it, or start again")
+        with open_picture(self.file, str(self.file)) as opened:
+            return cover(ImageOps.exif_transpose(opened).convert("RGB"), height, width)
 
     def at(self, height: int, width: int) -> Float[Tensor, "3 h w"]:
         """Return `picture` as a tensor in [0, 1]."""

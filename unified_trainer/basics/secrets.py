@@ -7,15 +7,17 @@ from pathlib import Path
 from unified_trainer.basics.errors import UserError
 
 OF_A_URL = re.compile(r"(?<=://)[^\s/@'\"]+(?=@)")
-NAMES = re.compile(
-    r"(?:^|[_.])(?:(?:api|access|secret|private|auth)_?key|secret|pass(?:word|wd|phrase)|credentials?|token)$"
+NAME = (
+    r"(?:(?:api|access|secret|private|auth)[_-]?key|secret|pass(?:word|wd|phrase)?|pwd|auth|bearer|credentials?|token)"
 )
+NAMES = re.compile(rf"(?:^|[_.-]){NAME}$")
+OF_A_QUERY = re.compile(rf"(?<=[?&#])((?:[\w.-]*[_.-])?(?:{NAME}|key|sig|signature))=[^\s&#'\"]+", re.IGNORECASE)
 VARIABLE, FILE = "env:", "file:"
 
 
 def masked(text: str) -> str:
-    """Return a text in which the user and password of each URL are ***."""
-    return OF_A_URL.sub("***", text)
+    """Return a text in which user and password of each URL, and keys and tokens in its query, are ***."""
+    return OF_A_QUERY.sub(r"\1=***", OF_A_URL.sub("***", text))
 
 
 def check_secret(key: str, value: str) -> None:

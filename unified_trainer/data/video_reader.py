@@ -13,6 +13,7 @@ import torch
 from PIL import Image, ImageOps
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.pictures import open_picture
 from unified_trainer.basics.requests import cover
 from unified_trainer.basics.types import Video
 from unified_trainer.data.captioned import PICTURES, CaptionedVideo
@@ -56,10 +57,10 @@ def _image(file: Path, size: VideoConfig) -> np.ndarray:
     if size.frames > 1:
         raise VideoError(f"{file}: an image is no video of the {size.frames} frames of video.frames")
     try:
-        with Image.open(file) as opened:
+        with open_picture(file, str(file)) as opened:
             picture = ImageOps.exif_transpose(opened).convert("RGB")
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise VideoError(f"{file}: cannot be read as an image ({error})") from error
+    except UserError as error:
+        raise VideoError(str(error)) from error
     return np.array(cover(picture, size.height, size.width))[None]
 
 

@@ -5,6 +5,7 @@ FOLDER/ENCODER/XX/HASH.safetensors   one prompt's embedding, without padding; HA
 """
 
 import hashlib
+import time
 import uuid
 import zlib
 from collections.abc import Callable, Generator, Sequence
@@ -23,6 +24,7 @@ from unified_trainer.models.tensor_file import write_tensors
 from unified_trainer.parallel.mesh import Mesh
 
 NAME = "embedding"  # of the tensor in a file
+LEFT = 86400  # seconds after which an unfinished file has no process that writes it
 Embedding = Float[Tensor, "n d"]  # n tokens, in the encoder's own dtype, on the CPU
 
 
@@ -98,6 +100,8 @@ class PromptEmbeddings:
         share = prompts[mesh.rank :: mesh.size]
         sizes = {prompt: held.nbytes for prompt in share if (held := self._read(prompt)) is not None}
         missing = [prompt for prompt in share if prompt not in sizes]
+        if mesh.is_main and self._root is not None:
+            _remove_left(self._root / self._encoder.hex()[:16])
         room, written = self._disk_bytes // mesh.size - sum(sizes.values()), 0
         if missing and room > 0 and self._root is not None:
             with closing(self._encode(missing)) as encoded:
@@ -159,6 +163,14 @@ def _write(file: Path, prompt: str, embedding: Embedding) -> None:
             f"{file.parent}: embeddings of prompts cannot be written ({error}): free space, lower "
             "encoders.cache_disk_gib, or set encoders.cache to another folder"
         ) from error
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove the unfinished files of processes that were killed: those that nobody has written for a day."""
+    for left in folder.glob("*/*.tmp"):
+        with suppress(OSError):  # another run may remove it too
+            if time.time() - left.stat().st_mtime > LEFT:
+                left.unlink()
 
 
 def _crc32(embedding: Tensor) -> str:

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Count, Decay, PeriodOrZero
+from unified_trainer.basics.versions import install
 from unified_trainer.parallel.device import has_sparse_kernels
 
 Tokens = Float[Tensor, "b n heads d"]
@@ -24,7 +25,7 @@ Order = Int[Tensor, "b heads tiles tiles"]  # the tiles of keys of each tile of 
 KERNEL = "fastvideo_kernel"  # package
 KERNEL_TILE, KERNEL_HEADS = (4, 4, 4), (64, 128)  # the tile and the head sizes that its kernels take
 KERNELS = tuple(f"{KERNEL}::block_sparse_attn_{kind}" for kind in ("sm90", "triton"))  # their operations
-INSTALL = "pip install 'unified-trainer[fastvideo]'"
+INSTALL = install("fastvideo")
 
 
 @dataclass(frozen=True)

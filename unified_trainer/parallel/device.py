@@ -16,6 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.versions import install
 
 Device = Literal["auto", "cuda", "npu", "cpu"]
 Attention = Literal["auto", "cudnn", "flash", "efficient", "math", "flash_3", "flash_4", "sage"]
@@ -308,5 +309,5 @@ def _import_npu() -> None:
     except (ImportError, OSError, RuntimeError) as error:
         why = str(error).splitlines()[0]
         raise UserError(
-            f"--device npu needs torch_npu and CANN ({why}); install the extra: pip install '.[npu]'"
+            f"--device npu needs torch_npu and CANN ({why}); install the extra: {install('npu')}"
         ) from error

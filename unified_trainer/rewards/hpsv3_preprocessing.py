@@ -1,10 +1,10 @@
 """Images and prompts as HPSv3 reads them: Qwen2-VL's patches and the chat with the reward token (arXiv:2508.03789)."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +15,11 @@ from transformers import Qwen2Tokenizer, Qwen2VLConfig
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_as
+from unified_trainer.basics.pictures import open_picture
+from unified_trainer.models.chat_template import TEXT, Chat, fixed_chat
 from unified_trainer.models.folder import read_tokenizer
 from unified_trainer.numerics.resize import resize, resize_8bit
 from unified_trainer.rewards.base import check_pixels
-from unified_trainer.rewards.chat_template import check_template
 from unified_trainer.rewards.hpsv3_folder import (
     REWARD_TOKEN,
     SETTINGS,
@@ -39,7 +40,7 @@ class Preprocessor:
     """The preprocessing of images and prompts to `Inputs`."""
 
     tokenizer: Qwen2Tokenizer
-    chat_template: str
+    chat: Chat  # around the text of the user
     instruction: str  # holds {text_prompt}
     prompt_with_special_token: str  # holds the reward token
     pixels: int  # every image is resized to about this many
@@ -56,9 +57,12 @@ class Preprocessor:
         settings = read_as(PromptSettings, folder / SETTINGS)
         image = read_as(ImageStatistics, folder / "preprocessor_config.json")
         vision = config.vision_config
+        tokenizer = read_tokenizer(Qwen2Tokenizer, folder, config.text_config.vocab_size)
+        file, turn = folder / "chat_template.json", [{"type": "image"}, {"type": "text", "text": TEXT}]
+        messages, tokens = json.dumps([{"role": "user", "content": turn}]), json.dumps(tokenizer.special_tokens_map)
         preprocessor = cls(
-            tokenizer=read_tokenizer(Qwen2Tokenizer, folder, config.text_config.vocab_size),
-            chat_template=read_as(ChatTemplate, folder / "chat_template.json").chat_template,
+            tokenizer=tokenizer,
+            chat=fixed_chat(read_as(ChatTemplate, file).chat_template, messages, tokens, str(file)),
             instruction=settings.instruction,
             prompt_with_special_token=settings.prompt_with_special_token,
             pixels=settings.pixels,
@@ -68,9 +72,6 @@ class Preprocessor:
             temporal_patch_size=vision.temporal_patch_size,
             merge_size=vision.spatial_merge_size,
             image_token_id=config.image_token_id,
-        )
-        check_template(
-            preprocessor.chat_template, preprocessor.messages("a prompt"), str(folder / "chat_template.json")
         )
         preprocessor.encode(["a prompt"], [1], str(folder))
         return preprocessor
@@ -112,19 +113,10 @@ class Preprocessor:
                 )
         return input_ids, encoded["attention_mask"], is_image, is_reward
 
-    def messages(self, prompt: str) -> list[dict[str, Any]]:
-        """Return the chat of one sample, as its template takes it: image, and instruction with the prompt."""
-        text = self.instruction.format(text_prompt=prompt) + self.prompt_with_special_token
-        return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
-
     def text(self, prompt: str, image_tokens: int) -> str:
         """Write the chat of one sample: system message, image, instruction with the prompt, reward token."""
-        chat = self.tokenizer.apply_chat_template(
-            self.messages(prompt),
-            chat_template=self.chat_template,
-            tokenize=False,
-            add_generation_prompt=True,
-        )
+        text = self.instruction.format(text_prompt=prompt) + self.prompt_with_special_token
+        chat = text.join(self.chat)
         image_token = self.tokenizer.convert_ids_to_tokens(self.image_token_id)
         return chat.replace(image_token, image_token * image_tokens)
 
@@ -191,12 +183,17 @@ def fit(height: int, width: int, pixels: int, multiple: int) -> tuple[int, int]:
 def as_bytes(images: Images) -> Sequence[Bytes]:
     """Return images with whole numbers from 0 to 255: a tensor in [0, 1] is rounded on its device, files are opened."""
     if not isinstance(images, Tensor):
-        opened = [image if isinstance(image, Image.Image) else Image.open(image) for image in images]
-        return [torch.from_numpy(np.array(image.convert("RGB"))).movedim(-1, 0).float() for image in opened]
+        pictures = [image if isinstance(image, Image.Image) else _read(Path(image)) for image in images]
+        return [torch.from_numpy(np.array(image.convert("RGB"))).movedim(-1, 0).float() for image in pictures]
     if images.ndim != 4 or images.shape[1] != 3:
         raise ValueError(f"HPSv3: images of shape {tuple(images.shape)}, expected [b, 3, h, w]")
     check_pixels(images, "HPSv3")
     return (images.float() * 255).round().unbind()
+
+
+def _read(file: Path) -> Image.Image:
+    with open_picture(file, str(file)) as opened:
+        return opened.convert("RGB")
 
 
 def special_tokens(tokenizer: Qwen2Tokenizer) -> tuple[str, ...]:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image as Picture
-from PIL import UnidentifiedImageError
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.pictures import open_picture
 from unified_trainer.basics.requests import Image, Prompt
 
 MOST_PIXELS = 2**24  # of one image
@@ -42,20 +42,10 @@ def _png(picture: Picture.Image) -> str:
 
 
 def _read(file: object, name: str) -> Image:
+    place = f"{name} is no PNG file in base64"
     try:
-        with Picture.open(io.BytesIO(base64.b64decode(file, validate=True)), formats=["PNG"]) as opened:  # type: ignore[arg-type]
-            if opened.width * opened.height > MOST_PIXELS:
-                raise UserError(f"{name} has {opened.width} x {opened.height} pixels, more than {MOST_PIXELS}")
-            return Image.of(np.array(opened.convert("RGB")))
-    except UserError:
-        raise
-    except (
-        binascii.Error,
-        OSError,
-        SyntaxError,
-        TypeError,
-        ValueError,
-        UnidentifiedImageError,
-        Picture.DecompressionBombError,
-    ) as error:
-        raise UserError(f"{name} is no PNG file in base64: {error}") from error
+        content = io.BytesIO(base64.b64decode(file, validate=True))  # type: ignore[arg-type]
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise UserError(f"{place}: {error}") from error
+    with open_picture(content, place, ("PNG",), MOST_PIXELS) as opened:
+        return Image.of(np.array(opened.convert("RGB")))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unified_trainer.basics.errors import MissingPackageError, UserError
 from unified_trainer.basics.types import PerSample
+from unified_trainer.basics.versions import install
 from unified_trainer.rewards.base import Scorer, ScorerConfig, ScorerKind, check_no_weights, of_images
 
 PACKAGES = ("rapidocr", "onnxruntime")
@@ -85,7 +86,7 @@ def _load(config: ScorerConfig, device: torch.device) -> Scorer:
 def _check(config: ScorerConfig, key: str, frames: int) -> None:
     check_no_weights(config, key, frames)
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-        raise MissingPackageError(f"{key}: ocr needs {' and '.join(missing)}: pip install 'unified-trainer[ocr]'")
+        raise MissingPackageError(f"{key}: ocr needs {' and '.join(missing)}: {install('ocr')}")
 
 
 KIND = ScorerKind("ocr", _load, _check, per_frame=True)

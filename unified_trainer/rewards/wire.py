@@ -84,10 +84,10 @@ def check_server(url: str, timeout: float, token_variable: str = "", prefix: str
             f"{prefix}url must begin with http:// or https:// and name a host, such as http://10.0.0.7:8000, but is "
             f"{masked(url)!r}"
         )
-    if parts.userinfo:
+    if masked(url) != url:
         raise UserError(
-            f"{prefix}url {masked(url)!r} holds a password, which the run would store: leave it out, and name the "
-            f"environment variable that holds the server's token by {prefix}token_variable"
+            f"{prefix}url {masked(url)!r} holds a password or key, which the run would store: leave it out, and name "
+            f"the environment variable that holds the server's token by {prefix}token_variable"
         )
     if why := reason(range_of(Seconds), timeout):
         raise UserError(f"{prefix}timeout {why}")

@@ -17,7 +17,7 @@ COLLAPSED = 4  # the guard of distillation stopped the run
 DOES_NOT_FIT = 5  # the command plan: the run needs more memory than the hardware has
 STOPPED = {"hacking_monitor": HACKED, "guard": COLLAPSED}  # by the guard that stopped the run
 INTERRUPTED = 130  # Ctrl-C before the first step, or a second one
-OF_A_PATH = (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EROFS)
+OF_A_PATH = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EROFS)
 SHOWN = 200  # characters of a path that a message repeats
 
 

@@ -38,6 +38,7 @@ from unified_trainer.run.settings.workers import check_installed
 from unified_trainer.run.tracking.environment import note_environment
 from unified_trainer.run.tracking.lost_terminal import lasting_output
 from unified_trainer.run.tracking.matching import show_matching
+from unified_trainer.run.tracking.metrics_file import METRICS
 from unified_trainer.run.tracking.rollouts import show_rollouts
 from unified_trainer.run.tracking.tracker import Tracker
 from unified_trainer.run.workers import cluster
@@ -161,6 +162,8 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
             raise ConfigError(
                 f"--output {output} already holds a run: continue it with --resume {output}, or name another folder"
             )
+        if (metrics := output / METRICS).exists() and not metrics.is_file():
+            raise ConfigError(f"{metrics} is no file: move it away, and call again")
         with (
             mirror_of(run.checkpoint_mirror, output, mesh, new=run.resume is None) as mirror,
             closing(build(run, mesh, output, mirror)) as built,
@@ -172,6 +175,7 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
             if mirror is not None:
                 mirror.confirm()  # loading took long: who came at the same moment has written by now
             unnoted = _note_settings(built.run, output, argv, start, mesh) if mesh.is_main else ""
+            gone = f"warning: {metrics} is gone: its curves begin after step {start}"
             continued = f"continuing after step {start}" if start else "no checkpoint yet: from the beginning"
             lines = (
                 f"writing to {output}" + (f"; weights of {initialised}" if initialised else ""),
@@ -181,6 +185,7 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
                 *(f"skipped {why}" for why in skipped),
                 *(f"changed {what}" for what in changed),
                 *built.trainer.warnings,
+                gone if start and not metrics.exists() else "",
                 unnoted,
             )
             yield Begun(built, output, start, tuple(filter(None, lines)), mirror)

@@ -73,3 +73,19 @@ def test_the_report_of_a_run_that_its_last_kill_finished_is_written(finished, tm
     shutil.copytree(finished, run)
     assert main(["--resume", str(run), "--report"]) == 0
     assert "<html" in (run / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_metrics_that_are_gone_are_said_and_those_that_are_no_file_refused(finished, tmp_path, capsys):
+    run, more = tmp_path / "run", ["--steps", str(STEPS + 1)]
+    shutil.copytree(finished, run)
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+    before = files_of(run)
+    assert main(["--resume", str(run), *more]) == 2
+    assert "metrics.jsonl is no file: move it away" in capsys.readouterr().err and files_of(run) == before
+    (run / "metrics.jsonl").rmdir()
+    assert main(["--resume", str(run), *more]) == 0
+    assert f"warning: {run}/metrics.jsonl is gone: its curves begin after step {STEPS}" in " ".join(
+        capsys.readouterr().out.split()
+    )

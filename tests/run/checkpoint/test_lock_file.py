@@ -181,3 +181,15 @@ def test_a_run_says_that_there_are_no_locks(without_flock, run_folder, capsys):
     assert main([*SMALL["finetune"], "--steps", "1", "--output", str(run_folder)]) == 0
     assert "no locks on the file system of" in capsys.readouterr().out
     assert not [name for name in names(run_folder) if name.startswith(".lock")]
+
+
+def test_a_lock_that_fails_is_no_other_run(tmp_path, monkeypatch):
+    """As on a network file system whose server is gone."""
+
+    def flock(descriptor: int, how: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", flock)
+    said = r"\.lock cannot be locked \(flock: Input/output error\): the file system of the folder fails"
+    with pytest.raises(RunFolderError, match=said), claimed(tmp_path / "run", ALONE):
+        pass

@@ -9,11 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unified_trainer.__main__ import main
+from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.secrets import NAMES, masked
 from unified_trainer.rewards.base import RewardConfig
 from unified_trainer.rewards.scorers import load_scorers
+from unified_trainer.rewards.wire import check_server
 from unified_trainer.run.tracking.environment import environment
 
+LONG = ["api_key", "openai_api_key", "token", "hf_token", "password", "client_secret"]
+SHORT = ["pwd", "db_pwd", "pass", "user.pass", "auth", "proxy-auth", "bearer", "api-key", "x-api-key", "apikey"]
 # A scorer that needs a key, as a class and as declared settings.
 SCORERS = """
 from dataclasses import dataclass
@@ -93,11 +97,37 @@ def test_an_address_without_password_stays(address):
     assert masked(url) == url and masked(f"x http://u:p@{address} y") == f"x http://***@{address} y"
 
 
-@pytest.mark.parametrize("name", ["api_key", "openai_api_key", "token", "hf_token", "password", "client_secret"])
+@pytest.mark.parametrize("name", [*LONG, *SHORT])
 def test_names_of_keys(name):
     assert NAMES.search(name)
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "token_variable", "key", "keyframes", "monkey", "tokenizer"])
+NONE = ["max_tokens", "token_variable", "key", "keyframes", "monkey", "tokenizer", "bypass", "author", "passes"]
+
+
+@pytest.mark.parametrize("name", NONE)
 def test_names_that_are_none(name):
     assert not NAMES.search(name)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://h/a?token=abc&n=3", "http://h/a?token=***&n=3"),
+        ("http://h?n=3&api_key=a.b-c", "http://h?n=3&api_key=***"),
+        ("s3://b/k?X-Amz-Signature=00ff&X-Amz-Security-Token=q%2F&x=1", None),
+        ("https://h/#access_token=abc", "https://h/#access_token=***"),
+        ("https://blob/x?sv=1&SIG=abc", "https://blob/x?sv=1&SIG=***"),
+        ("http://u:p@h/a?pwd=abc", "http://***@h/a?pwd=***"),
+        ("http://h/a?tokens=3&monkey=4", "http://h/a?tokens=3&monkey=4"),
+    ],
+)
+def test_keys_in_the_query_of_an_address_are_not_shown(url, shown):
+    amazon = "s3://b/k?X-Amz-Signature=***&X-Amz-Security-Token=***&x=1"
+    assert masked(url) == (shown or amazon)
+
+
+def test_an_address_with_a_key_is_not_stored():
+    with pytest.raises(UserError, match="holds a password or key, which the run would store") as caught:
+        check_server("http://host:80/a?token=hunter2", 1.0)
+    assert "hunter2" not in str(caught.value)

@@ -125,3 +125,14 @@ def test_devices_of_one_process_are_on_one_node(monkeypatch):
     assert needs[0] == {"CPU": 8.0, "GPU": 8.0}
     with pytest.raises(UserError, match=r"the cluster has 8 GPU, and a node at most 4 of 8 for one process: .*ranks"):
         cluster.wait_for_room(RayConfig(), needs)
+
+
+@pytest.mark.parametrize("error", [Exception("The current node timed out\n during startup."), OSError(2, "gone")])
+def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch, error):
+    def init(address, **how):
+        raise error
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
+    with pytest.raises(UserError, match="no Ray cluster can be reached, or started on this machine") as caught:
+        cluster._init("local")
+    assert "\n" not in str(caught.value)

@@ -8,6 +8,7 @@ from helpers import ALONE, SMALL, flags
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.versions import install
 from unified_trainer.run.build_worker import build_sampling
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.workers import check_transport
@@ -54,7 +55,7 @@ def test_methods_that_train_through_their_samples_take_none(tmp_path, capsys, me
 def test_without_ray_installed_the_error_says_how(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main([*GRPO, "--output", str(tmp_path / "run"), "--rollouts.workers", "1"]) == 2
-    assert "rollouts.workers needs Ray: pip install 'unified-trainer[ray]'" in capsys.readouterr().err
+    assert f"rollouts.workers needs Ray: {install('ray')}" in capsys.readouterr().err
 
 
 def test_a_transport_that_cannot_be_is_refused(tmp_path, capsys, monkeypatch):
@@ -62,7 +63,7 @@ def test_a_transport_that_cannot_be_is_refused(tmp_path, capsys, monkeypatch):
     words = ["--rollouts.workers", "1", "--rollouts.transport", "nixl", "--output", str(tmp_path / "run")]
     assert main([*GRPO, *words]) == 2
     said = capsys.readouterr().err
-    assert "rollouts.transport nixl needs NIXL (" in said and "pip install 'unified-trainer[ray-direct]'" in said
+    assert "rollouts.transport nixl needs NIXL (" in said and install("ray-direct") in said
     assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="not of an NPU: set"):
         check_transport("nixl", "npu")

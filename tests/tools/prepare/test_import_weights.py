@@ -177,15 +177,42 @@ def test_a_source_that_does_not_fit_is_refused_with_its_key(tmp_path, weights, c
     assert not out.exists()
 
 
+def test_a_shape_is_compared_before_it_takes_memory(tmp_path, weights, capsys):
+    """A tensor of 2^50 numbers that is one number in memory, and metadata that tell of 2^50 numbers."""
+    native, out = renamed(weights, NATIVE), tmp_path / "out"
+    wide = native | {"head.modulation": torch.ones(1).expand(2**50)}
+    assert run(torch_file(tmp_path / "model.pt", wide), out) == 2
+    assert "head.modulation has shape [1125899906842624]" in refused(capsys)
+    folder = distributed(tmp_path / "dcp", {"model": renamed(weights, FASTVIDEO)})
+    held = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - written here
+    held.state_dict_metadata["model.scale_shift_table"].size = torch.Size((2**20, 2**20, 2**10))
+    (folder / ".metadata").write_bytes(pickle.dumps(held))
+    assert run(folder, out) == 2
+    assert "scale_shift_table has shape [1048576, 1048576, 1024]" in refused(capsys)
+
+
+def test_a_file_of_torch_save_is_data(tmp_path, weights, capsys):
+    """Code, dictionaries that hold themselves or each other many times, and tensors without memory are refused."""
+    itself, twice = {}, {"w": torch.ones(1)}
+    itself["a"] = itself
+    for _ in range(60):
+        twice = {"a": twice, "b": twice}
+    native = renamed(weights, NATIVE)
+    cases = {
+        "is no file of tensors": {"generator": Harmful()},
+        "its dictionaries hold each other": itself,
+        "holds no network: its": twice,
+        "head.modulation holds a value": native | {"head.modulation": native["head.modulation"].to("meta")},
+        "head.head.bias holds a value": native | {"head.head.bias": native["head.head.bias"].to_sparse()},
+    }
+    for message, state in cases.items():
+        assert run(torch_file(tmp_path / "model.pt", state), tmp_path / "out") == 2
+        assert message in refused(capsys)
+    numbered = {"optimizer": {"state": {0: {"step": torch.ones(1)}}}}
+    words = (torch_file(tmp_path / "model.pt", {"generator": native, **numbered}), tmp_path / "out")
+    assert run(*words) == 0, capsys.readouterr().err
+
+
 class Harmful:
     def __reduce__(self):
         return os.system, ("exit 1",)
-
-
-def test_data_is_never_run_as_code(tmp_path, weights, capsys):
-    assert run(torch_file(tmp_path / "model.pt", {"generator": Harmful()}), tmp_path / "out") == 2
-    assert "is no file of tensors" in refused(capsys)
-    folder = distributed(tmp_path / "dcp", {"model": renamed(weights, FASTVIDEO)})
-    (folder / ".metadata").write_bytes(pickle.dumps(Harmful()))
-    assert run(folder, tmp_path / "out") == 2
-    assert "it names posix.system" in refused(capsys)

@@ -1,5 +1,6 @@
 """The text encoders (Qwen2.5-VL, and ByT5 for quoted text) and the VAE of HunyuanVideo 1.5 as a codec."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase, Qwen2_5_VLTextModel, T5Encoder
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Latents, Video
+from unified_trainer.models.chat_template import TEXT, fixed_chat
 from unified_trainer.models.diffusers_codec import DiffusersCodec
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.hunyuan15.configs import Hunyuan15VAEConfig, latent_shape, transformer_config
@@ -60,11 +62,12 @@ class Hunyuan15Codec(DiffusersCodec):
     def embed(self, encoder: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) -> Tensor:
         if isinstance(encoder, T5EncoderModel):
             return self._glyphs(encoder, tokenizer, prompt)
-        turns = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt or " "}]
-        tokens = tokenizer.apply_chat_template(
-            turns,
-            add_generation_prompt=True,
-            return_dict=True,
+        turns = json.dumps([{"role": "system", "content": SYSTEM}, {"role": "user", "content": TEXT}])
+        special = json.dumps(tokenizer.special_tokens_map)
+        around = fixed_chat(tokenizer.get_chat_template(), turns, special, f"{self.folder}/tokenizer")
+        tokens = tokenizer(
+            (prompt or " ").join(around),
+            add_special_tokens=False,
             max_length=TEMPLATE_TOKENS + self.tokens_of(tokenizer),
             truncation=True,
             return_tensors="pt",

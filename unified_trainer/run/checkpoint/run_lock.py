@@ -16,6 +16,7 @@ from unified_trainer.run.checkpoint.lock_file import HEARTBEAT, HeldError, LockF
 
 LOCK = ".lock"
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems without locks
+HELD = (errno.EWOULDBLOCK, errno.EACCES)  # errors of flock for a lock that another process holds
 
 
 class RunFolderError(UserError):
@@ -75,6 +76,12 @@ def _lock(folder: Path) -> Lock:
             os.close(descriptor)
             file.unlink(missing_ok=True)
             return _file_instead(folder, error)
+        if error.errno not in HELD:
+            os.close(descriptor)
+            raise RunFolderError(
+                f"{file} cannot be locked (flock: {error.strerror}): the file system of the folder fails; try again, "
+                "or choose another --output"
+            ) from error
         lost = True
     if lost:  # another run holds the lock, or ended and removed the file between open and flock
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()

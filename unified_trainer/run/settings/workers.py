@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from unified_trainer.basics.effects import CONTACTS
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import MAY_CHANGE, MOST, Count, CountOrZero, Minutes, PeriodOrZero, above, at_least
+from unified_trainer.basics.versions import install
 
 Transport = Literal["object_store", "nixl"]
 
@@ -118,7 +119,7 @@ class WorkerConfig:
 def check_installed(key: str) -> None:
     """Raise UserError unless Ray is installed; `key` is the setting that needs it."""
     if importlib.util.find_spec("ray") is None:
-        raise UserError(f"{key} needs Ray: pip install 'unified-trainer[ray]'")
+        raise UserError(f"{key} needs Ray: {install('ray')}")
 
 
 def check_transport(transport: Transport, kind: str) -> None:
@@ -133,6 +134,4 @@ def check_transport(transport: Transport, kind: str) -> None:
     try:
         importlib.import_module("nixl")
     except ImportError as error:
-        raise UserError(
-            f"rollouts.transport nixl needs NIXL ({error}): pip install 'unified-trainer[ray-direct]'"
-        ) from error
+        raise UserError(f"rollouts.transport nixl needs NIXL ({error}): {install('ray-direct')}") from error

@@ -12,12 +12,13 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.own_files import without_link
+from unified_trainer.basics.pictures import open_picture
 from unified_trainer.basics.plugins import load_object
+from unified_trainer.basics.versions import install
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.run.settings.config import TrackingConfig
 from unified_trainer.run.validation.report import ValidationSample
@@ -114,7 +115,7 @@ class TensorBoard(ExternalTracker):
 
     def _show(self, group: str, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
         if contact_sheet is not None:
-            with Image.open(contact_sheet) as picture:
+            with open_picture(contact_sheet, str(contact_sheet)) as picture:
                 self._board.add_image(f"{group}/contact_sheet", np.asarray(picture), step, dataformats="HWC")
         lines = (json.dumps(sample.row(), ensure_ascii=False) for sample in samples)
         # Four spaces make a block of code: no character of a prompt is markup.
@@ -275,4 +276,4 @@ def _package(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError(f"--tracking.{extra} needs the package {extra}: pip install '.[{extra}]'") from error
+        raise UserError(f"--tracking.{extra} needs the package {extra}: {install(extra)}") from error

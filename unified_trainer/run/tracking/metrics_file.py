@@ -9,6 +9,7 @@ from typing import Any
 
 from unified_trainer.basics.own_files import no_follow, without_link
 
+METRICS = "metrics.jsonl"
 VALIDATION = "validation/"  # begins the names of metrics of a validation
 
 

@@ -20,7 +20,7 @@ from unified_trainer.basics.terminal import console, printable
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.run.settings.config import TrackingConfig
 from unified_trainer.run.tracking.external import ExternalTracker, RunInfo, tracker_classes
-from unified_trainer.run.tracking.metrics_file import MetricsFile
+from unified_trainer.run.tracking.metrics_file import METRICS, MetricsFile
 from unified_trainer.run.validation.report import ValidationSample
 
 SHOWN = {  # in the terminal: training metric -> its name there
@@ -87,7 +87,7 @@ class Tracker:
         self._began = time.monotonic()
         if not active:
             return
-        self._metrics = MetricsFile(run / "metrics.jsonl", start, self.say, unvalidated)
+        self._metrics = MetricsFile(run / METRICS, start, self.say, unvalidated)
         for row in self._metrics.rows:
             self._note_validation(row["step"], row)
         for kind in tracker_classes(config):

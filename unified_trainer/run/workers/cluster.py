@@ -38,6 +38,7 @@ FORWARDED = (
     *("NCCL_*", "GLOO_*", "HCCL_*", "UCX_*", "FI_*", "RDMAV_*", "http_proxy", "https_proxy", "no_proxy"),
 )
 Needs = Mapping[str, float]  # resources by Ray's names
+SHOWN = 500  # characters of Ray's reason that a message repeats
 LATER = threading.Event()  # never set
 
 
@@ -92,9 +93,10 @@ def _init(address: str, **how: Any) -> None:
 
     try:
         ray.init(address, namespace=NAMESPACE, logging_level="error", **how)
-    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # a node that does not start in time is a plain Exception
+        said = " ".join(str(error).split())[:SHOWN]
         raise UserError(
-            f"ray.address {address}: no Ray cluster can be reached, or started on this machine ({error}); start one "
+            f"ray.address {address}: no Ray cluster can be reached, or started on this machine ({said}); start one "
             "with `ray start --head`, or leave ray.address out to use this machine alone"
         ) from error
 

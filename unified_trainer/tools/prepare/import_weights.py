@@ -1,18 +1,15 @@
 """The command import-weights: it writes a pipeline folder with the weights of a network that was trained elsewhere."""
 
 import json
-import pickle  # only for `_Metadata`, which makes objects of the listed classes alone
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import tyro
 from torch import Tensor
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.input_files import check_file, read_json
@@ -24,6 +21,7 @@ from unified_trainer.models.sparse_attention import SparseAttentionConfig
 from unified_trainer.models.tensor_file import opened
 from unified_trainer.run.registry import family_of
 from unified_trainer.tools.output_folder import check_empty, link_or_copy, new_folder
+from unified_trainer.tools.prepare.distributed_checkpoint import Stored, saved, stored_tensors
 
 INDEX, WEIGHTS, GATE = "model_index.json", "diffusion_pytorch_model", ".to_gate_compress."
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -42,14 +40,7 @@ FASTVIDEO_OUTSIDE = {
     "condition_embedder.image_embedder.ff.net.0.proj": "condition_embedder.image_embedder.ff.fc_in",
     "condition_embedder.image_embedder.ff.net.2": "condition_embedder.image_embedder.ff.fc_out",
 }
-SAFE = {  # what the .metadata of a distributed checkpoint of tensors is made of
-    *(("torch", name) for name in ("Size", "float64", "float32", "float16", "bfloat16", "int64", "int32", "bool")),
-    *(("pathlib", name) for name in ("Path", "PosixPath", "PurePosixPath")),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-}
-SAFE_MODULE = "torch.distributed.checkpoint.metadata"
-Read = Callable[[], Tensor]
+MOST, DEEPEST = 2**20, 100  # entries of all dictionaries of a file, and points in the name of one
 
 
 def import_weights(
@@ -90,10 +81,12 @@ def import_weights(
     _must_fit(names, held, layout, source)
     weights = {}
     for name, ours in names.items():
-        weight = held[name]()
-        if weight.shape != shapes[ours]:
-            raise UserError(f"{source}: {name} has shape {[*weight.shape]}, but {ours} of {folder} {[*shapes[ours]]}")
-        if not weight.is_floating_point() or not bool(weight.isfinite().all()):
+        shape, read = held[name]
+        if shape != shapes[ours]:  # before it takes memory
+            raise UserError(f"{source}: {name} has shape {[*shape]}, but {ours} of {folder} {[*shapes[ours]]}")
+        weight = read()
+        dense = type(weight) is Tensor and (weight.layout, weight.device.type) == (torch.strided, "cpu")
+        if not dense or not weight.is_floating_point() or not bool(weight.float().isfinite().all()):
             raise UserError(f"{source}: {name} holds a value that is no finite floating-point number")
         weights[ours] = weight.float()
     model.network.load_state_dict(weights, assign=True)
@@ -108,113 +101,61 @@ def import_weights(
     say(f"{out}: {len(weights)} weights{of_part} from {source}, by {layout} names" + ", with sparse attention" * sparse)
 
 
-def _read(source: Path, component: str) -> dict[str, Read]:
+def _read(source: Path, component: str) -> dict[str, Stored]:
     """Return what reads each tensor of a source, by its key without the names of wrappers."""
     if source.is_dir():
         if (source / ".metadata").is_file():
-            found = _distributed(source)
+            found = stored_tensors(source)
         else:
             folder = source / component if (source / INDEX).is_file() else source
             files = sorted(listed_files(folder, WEIGHTS) or [file.name for file in folder.glob("*.safetensors")])
             if not files:
                 raise MissingFileError(f"{folder} holds neither .metadata nor *.safetensors: check SOURCE")
-            found = {key: read for file in files for key, read in _tensor_file(folder / file).items()}
+            found = {key: one for file in files for key, one in _tensor_file(folder / file).items()}
     elif source.suffix == ".safetensors":
         found = _tensor_file(source)
     else:
         found = _torch_file(source)
-    named: dict[str, Read] = {}
-    for key, read in found.items():
+    named: dict[str, Stored] = {}
+    for key, stored in found.items():
         name = key
         for wrapper in WRAPPERS:
             name = name.replace(wrapper, "")
         if name in named:
             raise UserError(f"{source}: {name} is there twice, also as {key}")
-        named[name] = read
+        named[name] = stored
     return named
 
 
-def _tensor_file(file: Path) -> dict[str, Read]:
-    def reading(key: str) -> Read:
-        def read() -> Tensor:
-            with opened(file) as held:
-                tensor: Tensor = held.get_tensor(key)
-            return tensor
-
-        return read
+def _tensor_file(file: Path) -> dict[str, Stored]:
+    def read(key: str) -> Tensor:
+        with opened(file) as held:
+            tensor: Tensor = held.get_tensor(key)
+        return tensor
 
     with opened(file) as held:
-        return {key: reading(key) for key in held.offset_keys()}
+        return {key: (tuple(held.get_slice(key).get_shape()), partial(read, key)) for key in held.offset_keys()}
 
 
-def _torch_file(file: Path) -> dict[str, Read]:
+def _torch_file(file: Path) -> dict[str, Stored]:
     """Read the tensors of a file of torch.save, with the keys of nested dictionaries joined by points."""
     check_file(file)
-    try:
-        held = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        said = str(error).partition("\n")[0][:200]
-        raise UserError(
-            f"{file} is no file of tensors that torch.save wrote ({type(error).__name__}: {said})"
-        ) from error
-    found: dict[str, Read] = {}
-
-    def add(prefix: str, value: object) -> None:
+    found: dict[str, Stored] = {}
+    waiting, seen = [("", saved(file))], 0
+    while waiting:
+        prefix, value = waiting.pop()
         if isinstance(value, Tensor):
-            found[prefix] = lambda: value
+            found[prefix] = tuple(value.shape), value.detach
         elif isinstance(value, Mapping):
-            for key, inner in value.items():
-                add(f"{prefix}.{key}" if prefix else str(key), inner)
-
-    add("", held)
+            seen += len(value)
+            if seen > MOST or prefix.count(".") > DEEPEST:
+                raise UserError(f"{file} holds no network: its dictionaries hold each other")
+            named = ((key, inner) for key, inner in value.items() if isinstance(key, str))  # numbers: of optimizers
+            waiting += [(f"{prefix}.{key}" if prefix else key, inner) for key, inner in named]
     return found
 
 
-def _distributed(folder: Path) -> dict[str, Read]:
-    """Read the tensors of a checkpoint of torch.distributed.checkpoint, in this process alone."""
-    reader = _Reader(folder)
-    stored = {
-        key: one
-        for key, one in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(one, TensorStorageMetadata)
-    }
-
-    def reading(key: str, one: TensorStorageMetadata) -> Read:
-        def read() -> Tensor:
-            tensor = torch.empty(one.size, dtype=one.properties.dtype)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*torch.distributed is disabled")  # as it should be
-                checkpoint.load({key: tensor}, storage_reader=_Reader(folder), no_dist=True)
-            return tensor
-
-        return read
-
-    return {key: reading(key, one) for key, one in stored.items()}
-
-
-class _Reader(checkpoint.FileSystemReader):
-    """A reader whose metadata, a pickle, can make nothing but the records of tensors."""
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        file = Path(self.path) / ".metadata"
-        try:
-            with file.open("rb") as stream:
-                metadata: Metadata = _Metadata(stream).load()
-        except (pickle.UnpicklingError, EOFError, AttributeError, TypeError) as error:
-            raise UserError(f"{file} is no metadata of a distributed checkpoint of tensors ({error})") from error
-        if metadata.storage_meta is not None:
-            metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _Metadata(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in SAFE or (module == SAFE_MODULE and "." not in name and not name.startswith("__")):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-def _part(found: Mapping[str, Read], source: Path, part: str | None) -> tuple[dict[str, Read], str]:
+def _part(found: Mapping[str, Stored], source: Path, part: str | None) -> tuple[dict[str, Stored], str]:
     """Return the keys of one network without what stands before them, and that; UserError unless one is meant."""
     firsts = (FIRST, FIRST.replace(".weight", ".proj.weight"))
     prefixes = {key.removesuffix(first) for key in found for first in firsts if f".{key}".endswith(f".{first}")}
@@ -234,7 +175,7 @@ def _part(found: Mapping[str, Read], source: Path, part: str | None) -> tuple[di
 
 
 def _layout(
-    ours: Mapping[str, Any], held: Mapping[str, Read], published: Callable[[str], str | None]
+    ours: Mapping[str, Any], held: Mapping[str, Stored], published: Callable[[str], str | None]
 ) -> tuple[str, dict[str, str]]:
     """Return the layout that has most of the keys, and its names of our weights."""
     layouts = {
@@ -260,7 +201,7 @@ def _fastvideo_layer(layer: str) -> str | None:
     return f"blocks.{number}.{FASTVIDEO_INSIDE[inside]}" if inside in FASTVIDEO_INSIDE else None
 
 
-def _must_fit(names: Mapping[str, str], held: Mapping[str, Read], layout: str, source: Path) -> None:
+def _must_fit(names: Mapping[str, str], held: Mapping[str, Stored], layout: str, source: Path) -> None:
     unknown, missing = sorted(held.keys() - names.keys()), sorted(names.keys() - held.keys())
     for what, keys in (("unknown key", unknown), ("missing key", missing)):
         if keys:

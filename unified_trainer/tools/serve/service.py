@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -85,6 +85,8 @@ class Service(Generic[Job, Result]):
             return PlainTextResponse(str(error), 429)
         except TimeoutError as error:  # of a scorer: another request, or another server, may get an answer
             return PlainTextResponse(FOLDERS.sub("", str(error)), 503)
+        except ClientDisconnect:
+            return PlainTextResponse("the client left", 499)
         except (HTTPException, asyncio.CancelledError):
             raise
         except Exception:  # noqa: BLE001 - the server goes on

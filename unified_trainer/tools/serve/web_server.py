@@ -1,5 +1,7 @@
 """The web server of serve, serve-reward and watch: one application behind the guard, until it is stopped."""
 
+import asyncio
+import resource
 import signal
 import socket
 import threading
@@ -8,12 +10,54 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Protocol
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.terminal import say
 from unified_trainer.tools.serve.guard import Door, Guard
+
+HEADER_SECONDS = 10.0  # that a client may take for a whole header
+FILES, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # that this process may open; each connection is one
+MOST_OPEN = 1024 if FILES == resource.RLIM_INFINITY else min(FILES // 5, 1024)  # for connections
+
+
+class Connection(H11Protocol):
+    """A connection that a client holds only while it does its part; uvicorn has no setting for this.
+
+    One whose header takes more than HEADER_SECONDS is closed. Where more than MOST_OPEN are open, the oldest of those
+    makes room whose client does not send the rest of its request, or does not take its answer.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.opened, self.header = self.loop.time(), object()  # the header that is waited for, None within a request
+        self.loop.call_later(HEADER_SECONDS, self._end, self.header)
+        if len(self.connections) > MOST_OPEN:
+            slow = [one for one in self.connections if one.waits_for_client() and not one.transport.is_closing()]
+            min(slow, key=lambda one: one.opened).transport.abort()  # at the least this one
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self.header = None
+        elif self.header is None:  # of a further request
+            self.header = object()
+            self.loop.call_later(HEADER_SECONDS, self._end, self.header)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.loop.call_later(HEADER_SECONDS, lambda: self.waits_for_client() and self.transport.abort())
+
+    def waits_for_client(self) -> bool:
+        """Return whether the client has not sent its whole request, or has not taken its answer."""
+        return self.conn.their_state is not h11.DONE or self.transport.get_write_buffer_size() > 0
+
+    def _end(self, header: object) -> None:
+        if self.header is header:
+            self.transport.abort()
 
 
 class Site(Protocol):
@@ -59,7 +103,9 @@ def serving(site: Site, listener: socket.socket, door: Door | None = None) -> It
     """
     door = door or Door(*listener.getsockname()[:2])
     app = Guard(site.app(), door.names(), door.token())
-    settings = uvicorn.Config(app, log_level="warning", lifespan="off", access_log=False, server_header=False)
+    quiet = {"log_level": "warning", "access_log": False, "server_header": False}
+    how = {"http": Connection, "ws": "none", "lifespan": "off", "backlog": max(MOST_OPEN // 2, 1)}  # accepted at a time
+    settings = uvicorn.Config(app, **how, **quiet)
     web = uvicorn.Server(settings)
     thread = threading.Thread(target=web.run, args=([listener],), name="server")  # no main thread: it takes no signals
     thread.start()
