@@ -13,7 +13,7 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.secrets import masked
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.run.checkpoint import manifest
-from unified_trainer.run.checkpoint.manager import Saver
+from unified_trainer.run.checkpoint.manager import NoSaver, Saver
 
 CONFIG = "config.yaml"
 BESIDE = (CONFIG, "metrics.jsonl")  # files of the run directory that are copied with each checkpoint
@@ -35,8 +35,10 @@ def check_mirror(url: str, mesh: Mesh, *, new: bool) -> None:
         raise UserError(f"{key} already holds the copy of a run: copy it back and --resume it, or name another folder")
 
 
-def saver_of(url: str, root: Path, *arguments: Any, **options: Any) -> Saver:
-    """Return a `Saver` of these arguments, which also copies checkpoints where a URL is given."""
+def saver_of(url: str, root: Path, *arguments: Any, never: bool = False, **options: Any) -> Saver:
+    """Return a `Saver` of these arguments, which also copies checkpoints where a URL is given, or `never` saves."""
+    if never:
+        return NoSaver(root, *arguments, **options)
     return MirroringSaver(url, root, *arguments, **options) if url else Saver(root, *arguments, **options)
 
 
