@@ -529,7 +529,7 @@ def test_a_scorer_that_raises_is_named_with_its_prompts(faulty):
         (
             ["--student.activation-memory", "full", "--algorithm.micro-batch", "1"],
             "train an adapter: --student.adapter.rank 16; set --student.precision bf16; "
-            "use more ranks with --parallel.shard, or --parallel.offload",
+            "keep moments in CPU memory: --parallel.offload-optimizer",
         ),
     ],
 )

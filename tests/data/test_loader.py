@@ -15,9 +15,9 @@ WORDS = ("red", "green", "blue", "yellow", "left", "right")
 PROMPTS = tuple(f"a {word} circle" for word in WORDS)
 
 
-def loader(codec, prompts=2, num_samples=1, seed=0, mesh=ALONE, source=None, per_update=None) -> Loader:
+def loader(codec, prompts=2, num_samples=1, seed=0, mesh=ALONE, source=None, per_update=None, shuffle=True) -> Loader:
     plan = BatchPlan(prompts, num_samples, per_update or prompts, 1, ("P", "n", "G", "micro"))
-    return Loader(source or Prompts(Request.of(PROMPTS)), codec, plan, LATENT_SHAPE, "", seed, mesh)
+    return Loader(source or Prompts(Request.of(PROMPTS)), codec, plan, LATENT_SHAPE, "", seed, mesh, shuffle=shuffle)
 
 
 def epochs(codec, per_step: int, count: int, seed: int = 0) -> list[tuple[str, ...]]:
@@ -129,3 +129,19 @@ def test_conditions_are_those_of_the_prompts(codec):
     torch.testing.assert_close(batch.cond["text"], alone[:3])
     torch.testing.assert_close(batch.uncond["text"], alone[3:].expand(3, -1, -1))
     assert not torch.equal(batch.cond["text"][0], batch.cond["text"][1])
+
+
+@pytest.mark.parametrize("per_step", [2, 4])
+def test_without_shuffling_every_epoch_is_in_the_order_of_the_file(codec, per_step):
+    """Also as workers ask for it, steps ahead, and for a source that is read row group by row group."""
+    one = loader(codec, per_step, shuffle=False)
+    rows = [row for step in range(6) for row in one.rows(step)[0]]
+    assert rows == [row % len(PROMPTS) for row in range(6 * per_step)]
+    assert [one.rows(step, early=2) for step in range(6)] == [one.rows(step) for step in range(6)]
+    assert loader(codec, per_step, seed=1, shuffle=False).rows(3) == one.rows(3)
+
+
+def test_further_prompts_without_shuffling_follow_the_batch(codec):
+    plan = BatchPlan(2, 1, 2, 8, ("a", "b", "c", "d"), further=True)
+    one = Loader(Prompts(Request.of(PROMPTS)), codec, plan, LATENT_SHAPE, "", 0, ALONE, shuffle=False)
+    assert one.rows(1)[0] == [2, 3] and one.further(1, 0, 9) == [4, 5, 0, 1] and one.further(1, 1, 2) == [5, 0]

@@ -20,7 +20,11 @@ from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone
 
-MESHES = {"shard": ParallelConfig(), "replicate": ParallelConfig(replicate=2), "offload": ParallelConfig(offload=True)}
+MESHES = {
+    "shard": ParallelConfig(),
+    "replicate": ParallelConfig(replicate=2),
+    "offload": ParallelConfig(offload_weights=True, offload_optimizer=True),
+}
 
 
 def read(path: Path) -> AdapterFile:

@@ -38,7 +38,7 @@ MESHES = {
     "replicated": (ParallelConfig(replicate=2), ("finetune",)),
     "sequence": (ParallelConfig(sequence=2), ("dance_grpo",)),
     "kept gathered": (ParallelConfig(reshard_after_forward=False), ("dmd2",)),
-    "offloaded": (ParallelConfig(offload=True), ("finetune",)),
+    "offloaded": (ParallelConfig(offload_weights=True, offload_optimizer=True), ("finetune",)),
     "frozen one offloaded": (ParallelConfig(), ("one of them offloaded",)),
 }
 STEPS = 2

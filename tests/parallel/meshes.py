@@ -80,7 +80,9 @@ OPTIONS = {
     "all at once": (ParallelConfig(), 4),
     "summed every time": (ParallelConfig(reduce_gradients="every"), 1),
     "kept gathered": (ParallelConfig(reshard_after_forward=False), 2),
-    "offloaded": (ParallelConfig(offload=True), 2),
+    "offloaded": (ParallelConfig(offload_weights=True, offload_optimizer=True), 2),
+    "weights offloaded": (ParallelConfig(offload_weights=True), 2),
+    "moments offloaded": (ParallelConfig(offload_optimizer=True), 2),
 }
 # Far above rounding, so that AdamW does not turn a rounded gradient into a step of its own.
 MOVING = {"learning_rate": 1e-3, "eps": 1e-2, "max_grad_norm": 1e3}

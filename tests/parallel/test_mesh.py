@@ -57,7 +57,7 @@ def test_what_does_not_multiply_to_the_ranks_is_refused_with_the_arithmetic(rank
     ("flags", "said"),
     [
         (("--parallel.replicate", "2"), "must be the 1 ranks, but 2 x (1 // 2) x 1 = 0"),
-        (("--parallel.offload",), "parallel.offload needs more than one rank"),
+        (("--parallel.offload-weights",), "parallel.offload_weights needs more than one rank"),
         (("--parallel.sequence", "3"), "must be the 1 ranks"),
     ],
 )

@@ -1,17 +1,23 @@
 """AdamW over parts of weights: torch's bits with float32 moments; what stochastic rounding to bf16 must keep."""
 
+import json
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
 import torch
-from helpers import CPU, assert_same, finetune
+from helpers import CPU, REPO, assert_same, finetune
 from torch import nn
 
 from unified_trainer.methods.finetune import FinetuneConfig
 from unified_trainer.parallel.fsdp import average_gradients
-from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.mesh import Mesh, ParallelConfig
+from unified_trainer.roles import optimizer
 from unified_trainer.roles.ema import EMA, HostEMA
-from unified_trainer.roles.optimizer import MOMENTS, AdamW
+from unified_trainer.roles.learner import Learner
+from unified_trainer.roles.optimizer import MOMENTS, AdamW, MovedAdamW
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.roles.stochastic_rounding import random_bits, round_to_bf16_
 
@@ -36,6 +42,47 @@ def test_float32_moments_are_torchs():
             p.grad = None
     assert_same(ours, theirs)
     assert_same(one.state(), {f"{k}/{name}": v for k, p in theirs.items() for name, v in other.state[p].items()})
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_moving_a_bucket_at_a_time_changes_no_bit(monkeypatch, moments):
+    monkeypatch.setattr(optimizer, "BUCKET", 7)
+    ours, theirs = weights(), weights()
+    one = MovedAdamW(ours, device=CPU, place=CPU, moments=moments, **OPTIONS)
+    other = AdamW(theirs, moments=moments, **OPTIONS)
+    for update in range(3):
+        for key in list(ours)[: 3 if update == 1 else 4]:
+            ours[key].grad = theirs[key].grad = (theirs[key].detach() - update).sin()
+        for each in (one, other):
+            each.step(0.1, update)
+    assert_same(ours, theirs)
+    assert_same(one.state(), other.state())
+
+
+@pytest.mark.slow
+def test_what_lies_in_cpu_memory_is_on_the_device_a_bucket_at_a_time(tmp_path):
+    """The same bits; beside weights and moments a bucket of two weights is there, and AdamW's temporary tensor."""
+    script, file = REPO / "tests" / "parallel" / "moved_optimizer.py", tmp_path / "found.json"
+    # Not a copy of this process: torch's autograd must not have run before it knows the device.
+    subprocess.run([sys.executable, script, file], env=os.environ | {"PYTHONPATH": str(REPO)}, check=True)
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert len(found) == 4 and all(case["same"] for case in found.values())
+    places = {"moments": [["npu"], ["cpu"]], "weights": [["cpu"], ["npu"]]}
+    assert {name: case["places"] for name, case in found.items()} == {
+        f"{name} {moments}": where for name, where in places.items() for moments in ("fp32", "bf16")
+    }
+    bucket, one = 4 * 128, 4 * 64  # bytes
+    assert {found[f"{name} fp32"]["extra"] for name in places} == {2 * bucket + 2 * one}
+
+
+@pytest.mark.parametrize(
+    ("offload", "kind"),
+    [((), AdamW), (("weights",), MovedAdamW), (("optimizer",), MovedAdamW), (("weights", "optimizer"), AdamW)],
+)
+def test_each_of_weights_and_moments_has_a_switch(offload, kind):
+    mesh = Mesh(CPU, size=2, config=ParallelConfig(**{f"offload_{name}": True for name in offload}))
+    learner = Learner("student", weights(), TrainableConfig(), mesh)
+    assert type(learner._optimizer) is kind
 
 
 def test_rounding_goes_to_a_neighbor_and_is_right_in_the_mean():

@@ -155,7 +155,10 @@ def test_after_an_error_in_a_rollout_all_state_is_there():
     [
         (["dance_grpo", "--rollouts.workers", "1"], "make no rollouts: set rollouts.workers 0"),
         (["dmd2"], "make no rollouts: leave it out"),
-        (["dance_grpo", "--parallel.offload"], "with parallel.offload all state is in CPU memory already"),
+        (
+            ["dance_grpo", "--parallel.offload-weights", "--parallel.offload-optimizer"],
+            "keep all state in CPU memory already",
+        ),
     ],
 )
 def test_where_nothing_can_be_offloaded_it_is_refused(more, said, capsys):

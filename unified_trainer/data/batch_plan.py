@@ -20,12 +20,36 @@ class BatchPlan:
     failures_kept: float = 1.0  # share of the counts of failures that stays from a training step to the next
     further: bool = False  # a step may draw prompts outside its batch
     whole_groups: bool = False  # all samples of a prompt are on one rank
+    # Of the smaller updates at the start of a run: the training steps until they end, and their prompts (`ramp_up`).
+    ramp: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def one_update(cls, batch_size: int, micro_batch: int) -> "BatchPlan":
         """Plan a step of one update in which every sample has its own prompt."""
         keys = ("algorithm.batch_size", "1", "algorithm.batch_size", "algorithm.micro_batch")
         return cls(batch_size, 1, batch_size, micro_batch, keys)
+
+    def at(self, step: int) -> "BatchPlan":
+        """Return the plan of one training step: this one, or a smaller one with as many updates."""
+        return next((self.sized(prompts) for end, prompts in self.ramp if step < end), self)
+
+    def sized(self, prompts_per_update: int) -> "BatchPlan":
+        """Return the plan with other updates, as many of them in a training step."""
+        updates = self.prompts // self.prompts_per_update
+        return replace(self, prompts=updates * prompts_per_update, prompts_per_update=prompts_per_update, ramp=())
+
+    def prompts_before(self, step: int) -> int:
+        """Return the prompts of all training steps before this one."""
+        total = begin = 0
+        for end, prompts in self.ramp:
+            total += max(0, min(step, end) - begin) * self.sized(prompts).prompts
+            begin = end
+        return total + max(0, step - begin) * self.prompts
+
+    def steps_for(self, prompts: int) -> int:
+        """Return the fewest training steps that have so many prompts."""
+        step = next((end for end, _ in reversed(self.ramp) if self.prompts_before(end) < prompts), 0)
+        return step - (self.prompts_before(step) - prompts) // self.at(step).prompts
 
     def table(self, ranks: int) -> dict[str, int]:
         """Return every count of the step; UserError, with the nearest good sizes, if the ranks do not divide it."""
@@ -52,6 +76,12 @@ class BatchPlan:
                 f"{prompts_per_update} ({self.prompts_per_update}) must be divisible by the number of ranks ({ranks}), "
                 f"because the samples of a prompt are compared on one rank: set {prompts_per_update} to {near}"
             )
+        for _, size in self.ramp:
+            if size % unit:
+                raise UserError(
+                    f"ramp_up: {ranks} ranks do not divide an update of {size * self.num_samples} samples: set "
+                    f"ramp_up.start and ramp_up.increment to multiples of {unit * self.num_samples}"
+                )
         per_update, updates = samples // ranks, self.prompts // self.prompts_per_update
         size = largest_divisor(per_update, self.micro_batch)
         return {

@@ -48,6 +48,8 @@ class DataConfig:
     first_frame: bool = False
     """Condition each clip on its first frame, where the student can do with and without an image (Wan2.2 TI2V). A
     student that needs an image always gets it."""
+    shuffle: bool = True
+    """Take prompts and clips in a new random order in each epoch, and otherwise always in the order of the file."""
     num_clips: Count = 512
     """Number of rendered clips, if path is tiny."""
     window_gib: Annotated[float, above(0, 1e6)] = 16.0

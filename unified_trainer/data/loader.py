@@ -12,7 +12,7 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Batch, Condition, Trajectory
 from unified_trainer.data.batch_plan import BatchPlan
-from unified_trainer.data.epoch_order import shuffled, shuffled_by_row_groups
+from unified_trainer.data.epoch_order import in_file_order, shuffled, shuffled_by_row_groups
 from unified_trainer.models.base import Codec, ImageEncoder
 from unified_trainer.numerics.advantages import curriculum
 from unified_trainer.parallel.mesh import Mesh
@@ -71,7 +71,9 @@ class StoredSource(Source, Protocol):
 
 
 class Loader:
-    """The batches of each step: every row once per epoch, in a new order each epoch; or drawn by failures."""
+    """The batches of each step: every row once per epoch, in a new order each epoch; or in that of the file, or drawn
+    by failures.
+    """
 
     def __init__(
         self,
@@ -84,11 +86,16 @@ class Loader:
         mesh: Mesh,
         *,
         ahead: int = 0,
+        shuffle: bool = True,
     ) -> None:
-        """The prompts of a step are known `ahead` steps before it, even where failures decide them."""
+        """The prompts of a step are known `ahead` steps before it, even where failures decide them.
+
+        Without `shuffle` every epoch has the rows in the order of their file.
+        """
         self._source, self._codec, self._plan, self._seed = source, codec, plan, seed
+        self._shuffle = shuffle
         self.mesh, self.latent_shape, self._negative_prompt = mesh, latent_shape, negative_prompt
-        self.samples = plan.prompts * plan.num_samples  # of one training step, over all ranks
+        self.samples = plan.prompts * plan.num_samples  # of one training step at most, over all ranks
         self.samples_per_prompt = plan.num_samples
         self.updates = plan.prompts // plan.prompts_per_update  # of one training step, for each role
         if plan.by_failures and plan.prompts > len(source):
@@ -102,7 +109,9 @@ class Loader:
         self._failures = counts if plan.by_failures else None
         self._ahead = ahead
         self._stored = source if isinstance(source, StoredSource) else None
-        if self._stored is None:
+        if not shuffle:
+            order = partial(in_file_order, size=len(source))
+        elif self._stored is None:
             order = partial(shuffled, seed=seed, size=len(source))
         else:
             groups, lanes = self._stored.row_groups, self._stored.lanes
@@ -118,9 +127,13 @@ class Loader:
 
     def rows(self, step: int, early: int = 0) -> tuple[list[int], list[int]]:
         """Return the rows and ids of this rank's samples of a step, as known `early` steps before it."""
-        positions = self._plan.rank_samples(self.mesh.data_rank, self.mesh.data_size)
+        positions = self._plan.at(step).rank_samples(self.mesh.data_rank, self.mesh.data_size)
         rows = self._rows(step, early)
         return [rows[position // self.samples_per_prompt] for position in positions], positions
+
+    def samples_at(self, step: int) -> int:
+        """Return the number of samples of a training step, over all ranks."""
+        return self._plan.at(step).prompts * self.samples_per_prompt
 
     def request(self, row: int) -> Request:
         """Return the prompt of a row, and its condition images."""
@@ -130,7 +143,7 @@ class Loader:
         """Return the negative prompt, and the prompts to encode for the batches that this many steps can hold."""
         rows: Sequence[int] = range(len(self._source))
         if not (self._plan.by_failures or self._plan.further):
-            rows = self._in_order(0, min(steps * self._plan.prompts, len(self._source)))
+            rows = self._in_order(0, min(self._plan.prompts_before(steps), len(self._source)))
         if self._stored is not None:
             rows = self._stored.to_encode(rows)
         return [self._negative_prompt, *(self._source.request(row).text for row in rows)]
@@ -139,7 +152,11 @@ class Loader:
         """Return up to `count` rows outside the step's batch, after the first `skip` of them; none is repeated."""
         taken = set(self._rows(step))
         failures = self._failures[0] if self._failures is not None else torch.zeros(len(self._source))
-        order = [row for row in self._drawn(step, "further", len(self._source), failures) if row not in taken]
+        if self._shuffle:
+            rows = self._drawn(step, "further", len(self._source), failures)
+        else:
+            rows = self._in_order(self._plan.prompts_before(step + 1), len(self._source))
+        order = [row for row in rows if row not in taken]
         return order[skip : skip + count]
 
     def note_failures(self, rows: Iterable[int]) -> None:
@@ -189,9 +206,10 @@ class Loader:
 
     def _rows(self, step: int, early: int = 0) -> list[int]:
         """Return the source's rows of the whole step, of all ranks."""
+        count = self._plan.at(step).prompts
         if self._failures is not None:
-            return self._drawn(step, "batch", self._plan.prompts, self._failures[self._ahead - early])
-        return self._in_order(step * self._plan.prompts, self._plan.prompts)
+            return self._drawn(step, "batch", count, self._failures[self._ahead - early])
+        return self._in_order(self._plan.prompts_before(step), count)
 
     def _in_order(self, first: int, count: int) -> list[int]:
         """Return `count` rows from position `first` on, epoch after epoch."""

@@ -125,6 +125,7 @@ class MethodConfig:
     """A method's own settings: a frozen dataclass with a default and a docstring for every field."""
 
     needs_pairs: ClassVar[bool] = False  # whether batches must hold a rejected clip beside each clip
+    continues_samples: ClassVar[bool] = False  # whether a training step goes on with the samples of the one before
     masks_chunks: ClassVar[bool] = True  # whether a causal student is trained on all chunks in one masked pass
 
     @property
@@ -149,6 +150,14 @@ class MethodConfig:
 
     def check(self, setup: MethodSetup) -> None:
         """Raise UserError, naming the key, for settings that cannot work; called before any weight is loaded."""
+
+    def updates(self, role: str, steps: int, sampler: SamplerConfig) -> int:
+        """Return the updates of a trained role in the first `steps` training steps, if none is skipped.
+
+        A share of the run's updates (`warmup_ratio`) is a share of these.
+        """
+        plan = self.plan()
+        return steps * (plan.prompts // plan.prompts_per_update)
 
     def plan(self) -> BatchPlan:
         """Return how the samples of a training step divide into updates, ranks and micro-batches."""

@@ -65,6 +65,9 @@ class DancePPOConfig(PolicyConfig):
     def kept(self, sampler: SamplerConfig, window: range) -> range:
         return window  # every state has a value
 
+    def updates(self, role: str, steps: int, sampler: SamplerConfig) -> int:
+        return super().updates(role, max(0, steps - self.value_warmup_steps * (role == "student")), sampler)
+
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
         if self.num_prompts * self.num_samples < 2:

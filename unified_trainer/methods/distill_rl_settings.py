@@ -11,6 +11,7 @@ from unified_trainer.methods.distribution_matching import ScoreConfig
 from unified_trainer.methods.rl.groups import GroupConfig
 from unified_trainer.methods.rl.policy import PolicyConfig
 from unified_trainer.numerics.flow import GuidanceScale
+from unified_trainer.sampling.solver import SamplerConfig
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,9 @@ class DistillRLConfig(PolicyConfig, GroupConfig):
             )
         self._check_calendars(setup.steps)
         setup.require_trained("student", [setup.sampler.sigmas()[-2:-1].tolist()], "the last step of the sampler")
+
+    def updates(self, role: str, steps: int, sampler: SamplerConfig) -> int:
+        return super().updates(role, steps, sampler) * (self.critic_updates if role == "critic" else 1)
 
     def _check_calendars(self, steps: int) -> None:
         for name, term in self.terms.items():

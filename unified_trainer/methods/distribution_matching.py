@@ -114,6 +114,12 @@ class MatchingConfig(ScoreConfig, SingleUpdateConfig):
         student = step >= self.critic_warmup_steps and (step - self.critic_warmup_steps) % self.student_every == 0
         return student, self.update_schedule == "every_step" or not student
 
+    def updates(self, role: str, steps: int, sampler: SamplerConfig) -> int:
+        student = -(-max(0, steps - self.critic_warmup_steps) // self.student_every)
+        if role == "student":
+            return student
+        return steps if self.update_schedule == "every_step" else steps - student
+
 
 @dataclass(frozen=True)
 class Direction:

@@ -46,6 +46,9 @@ class ODEInitConfig(SingleUpdateConfig):
             setup.check_guidance("teacher", "algorithm.guidance_scale", self.guidance_scale)
         setup.require_trained("student", [setup.sampler.sigmas()[:-1].tolist()], "sampler.step_sigmas")
 
+    def updates(self, role: str, steps: int, sampler: SamplerConfig) -> int:
+        return super().updates(role, steps, sampler) * self.passes * (len(sampler.sigmas()) - 1)
+
     def teacher_ode(self, sampler: SamplerConfig) -> TeacherODE:
         """Return the ODE from the student's first noise level: the teacher's levels below it, and the student's."""
         levels, table = sampler.sigmas()[:-1], sigma_table(self.teacher_steps, self.teacher_shift)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -32,6 +32,7 @@ PastFrames = Float[Tensor, "b c past h w"]  # finished frames of streams, none i
 class StreamingTuningConfig(WindowMatchingConfig):
     prompt_switch: Fraction = 1.0
     """Chance that the prompts of the streams change once, before a window that is drawn among the later ones."""
+    continues_samples: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def shard(network: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, *, half: 
     `half` is for networks that only run under bf16 autocast. The weights that autocast rounds are rounded before they
     are gathered, which gives the same bits of the output for half of the bytes; their gradients are reduced in float32.
     The other weights (norms, modulation tables) take part in float32 operations: every rank keeps them whole, and
-    `average_gradients` takes the mean of their gradients. With parallel.offload all weights are gathered in float32.
+    `average_gradients` takes the mean of their gradients. With parallel.offload_weights all are gathered in float32.
     """
     if mesh.weights is None:
         return
@@ -36,9 +36,9 @@ def shard(network: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, *, half: 
 
     # The networks of diffusers return a view. FSDP2 warns about in-place operations on it; there are none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    offload = CPUOffloadPolicy(pin_memory=can_pin(mesh.device)) if mesh.config.offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=can_pin(mesh.device)) if mesh.config.offload_weights else OffloadPolicy()
     policy, whole = MixedPrecisionPolicy(), set[nn.Parameter]()
-    if half and not mesh.config.offload:
+    if half and not mesh.config.offload_weights:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         whole = set(network.parameters()) - rounded_weights(network)
     for module in (*blocks, network):
@@ -131,7 +131,7 @@ def reshard(network: nn.Module) -> None:
 
 def storage_device(mesh: Mesh) -> torch.device:
     """Return the device that holds the weights between passes."""
-    return torch.device("cpu") if mesh.config.offload else mesh.device
+    return torch.device("cpu") if mesh.config.offload_weights else mesh.device
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -46,8 +46,12 @@ class ParallelConfig:
     """Free gathered weights after forward; keeping them is faster and uses more memory."""
     reduce_gradients: Literal["last", "every"] = "last"
     """Reduce after the last backward (fast) or all (less memory)."""
-    offload: bool = False
-    """Keep weights and optimizer state in CPU memory, copied to the device block by block."""
+    offload_weights: bool = False
+    """Keep weights and gradients in CPU memory; the weights are copied to the device block by block. Without
+    offload_optimizer the device updates them, a part at a time, and with it the CPU does."""
+    offload_optimizer: bool = False
+    """Keep AdamW's moments in CPU memory. Without offload_weights a part at a time comes to the device in each
+    update."""
     attention: Attention = "auto"
     """Kernel of unmasked attention that is tried first; `auto` is torch's own choice. flash_3, flash_4 and sage are
     FlashAttention 3 and 4 and SageAttention, which must be installed, and compute passes in bf16 without gradient; sage
@@ -72,8 +76,11 @@ class ParallelConfig:
                 f"parallel.replicate x shard x sequence must be the {ranks} ranks, but "
                 f"{replicate} x {factor} x {self.sequence} = {rest * shard}"
             )
-        if self.offload and ranks == 1:
-            raise UserError("parallel.offload needs more than one rank: a single process keeps its weights in place")
+        if self.offload_weights and ranks == 1:
+            raise UserError(
+                "parallel.offload_weights needs more than one rank: a single process keeps its weights in place; "
+                "parallel.offload_optimizer does not"
+            )
         return replace(self, replicate=replicate, shard=shard)
 
 

@@ -75,8 +75,8 @@ class Backbone:
         `half` holds weights that are not trained in bf16; `half_passes` says that all passes are in bf16, so that
         weights can be gathered in it, or have bf16 copies. `compile` is as the setting of roles.
         """
-        if offload:  # for this network, as parallel.offload does for all
-            mesh = replace(mesh, config=replace(mesh.config, offload=True))
+        if offload:  # for this network, as parallel.offload_weights does for all
+            mesh = replace(mesh, config=replace(mesh.config, offload_weights=True))
         self.model, self.mesh, self.half, self.merged = model, mesh, half, merged
         self.half_passes = half or half_passes
         self.adapters = dict(adapters or {})

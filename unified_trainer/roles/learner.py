@@ -1,9 +1,10 @@
 """The optimizer of a role, or of one of its experts: AdamW, learning-rate schedule, gradient clipping, EMA."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from unified_trainer.basics.errors import NotFiniteError
 from unified_trainer.basics.ranges import Decay, Fraction, NonNegative, PeriodOrZero, PositiveFraction, at_least
 from unified_trainer.parallel.fsdp import clip, full, to_local, total_norm
+from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.ema import EMA, HostEMA
-from unified_trainer.roles.optimizer import AdamW, Moments
+from unified_trainer.roles.optimizer import AdamW, Moments, MovedAdamW
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,15 @@ class LearnerConfig:
     """Largest gradient norm over all weights of the role or the expert; 0 does not clip."""
     warmup_updates: PeriodOrZero = 0
     """Updates over which the learning rate rises linearly from 0."""
+    warmup_ratio: Fraction = 0.0
+    """These updates as a share of the role's updates in the run; warmup_updates is then computed when a run begins."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule after the warm-up."""
     lr_decay_updates: PeriodOrZero = 0
     """Updates from the end of the warm-up to the lowest learning rate."""
+    lr_decay_ratio: Fraction = 0.0
+    """These updates as a share of those after the warm-up: with 1 the lowest learning rate is at the end of the run.
+    lr_decay_updates is then computed when a run begins."""
     min_lr_ratio: Fraction = 0.0
     """Lowest learning rate as a fraction of learning_rate."""
     ema_decay: Decay = 0.0
@@ -52,12 +59,19 @@ class LearnerConfig:
 class Learner:
     """An optimizer with its own update counter and learning-rate schedule, and optionally an EMA of its weights."""
 
-    def __init__(self, name: str, weights: Mapping[str, nn.Parameter], config: LearnerConfig) -> None:
+    def __init__(
+        self, name: str, weights: Mapping[str, nn.Parameter], config: LearnerConfig, mesh: Mesh | None = None
+    ) -> None:
+        """The settings of `mesh` say where the moments are; without one they are with the weights."""
         self.name, self.config = name, config  # name in metrics and messages: student, or student/high
         self.weights = dict(weights)
         self.updates = 0
         self.rate_scale = 1.0  # factor of the learning rate besides its schedule
-        self._optimizer = AdamW(
+        kind: Callable[..., AdamW] = AdamW
+        if mesh is not None and mesh.config.offload_weights != mesh.config.offload_optimizer:
+            place = torch.device("cpu") if mesh.config.offload_optimizer else mesh.device
+            kind = partial(MovedAdamW, device=mesh.device, place=place)
+        self._optimizer = kind(
             self.weights,
             betas=(float(config.betas[0]), float(config.betas[1])),
             eps=config.eps,

@@ -1,7 +1,8 @@
 """AdamW (arXiv:1711.05101) on this rank's parts of the weights, with moments in float32 or in bf16."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, Literal
 from zlib import crc32
 
 import torch
@@ -41,7 +42,8 @@ class AdamW:
         self._weights = dict(weights)
         self._options = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
         self._dtype = DTYPES[moments]
-        self._kernels = optimizer_kernels(next(iter(self._weights.values())).device)
+        self._device = self._place = next(iter(self._weights.values())).device  # of the update, and of the moments
+        self._kernels = optimizer_kernels(self._device)
         self._state: dict[str, dict[str, Tensor]] = {}
 
     def state(self) -> dict[str, Tensor]:
@@ -57,24 +59,24 @@ class AdamW:
     def step(self, learning_rate: float, update: int) -> None:
         """Update once the weights that have a gradient; `update` is the number of updates made before."""
         given = [key for key, p in self._weights.items() if p.grad is not None]
-        if self._dtype == torch.float32:
-            self._update(given, [self._moments(given, name) for name in MOMENTS], learning_rate)
-            return
-        for keys in self._buckets(given):
-            held = [self._moments(keys, name) for name in MOMENTS]
-            exact = [[moment.float() for moment in moments] for moments in held]
-            self._update(keys, exact, learning_rate)
-            firsts = [crc32(key.encode()) + offset_of(self._weights[key]) for key in keys]
-            sizes = [moment.numel() for moment in held[0]]
-            bits = random_bits(update, list(zip(firsts, sizes, strict=True)), held[0][0].device)
-            for moments, values, shift in zip(held, exact, (0, 16), strict=True):
-                round_to_bf16_(moments, values, bits >> shift)
+        for keys in self._parts(given):
+            held = [[self._weights[key].detach() for key in keys], [self._weights[key].grad for key in keys]]
+            held += [[self._state_of(key)[name] for key in keys] for name in MOMENTS]
+            self._update(keys, [[to_local(x) for x in own] for own in held], learning_rate, update)
+        torch.autograd.graph.increment_version([self._weights[key] for key in given])  # the fused kernel does not
 
-    def _update(self, keys: Sequence[str], moments: Sequence[list[Tensor]], learning_rate: float) -> None:
+    def _parts(self, keys: list[str]) -> Iterable[list[str]]:
+        """Return the weights that are updated together."""
+        return [keys] if self._dtype == torch.float32 else self._buckets(keys)
+
+    def _update(self, keys: Sequence[str], held: Sequence[list[Tensor]], learning_rate: float, update: int) -> None:
+        """Change weights and moments in place; `held` are weights, gradients and both moments, on one device."""
+        weights, gradients, *moments = held
+        exact = [[moment.float() for moment in own] for own in moments]  # those in float32 themselves
         adamw(
-            [to_local(self._weights[key].detach()) for key in keys],
-            [to_local(self._weights[key].grad) for key in keys],
-            *moments,
+            weights,
+            gradients,
+            *exact,
             max_exp_avg_sqs=[],
             state_steps=[self._state_of(key)["step"] for key in keys],
             amsgrad=False,
@@ -83,10 +85,13 @@ class AdamW:
             **self._options,
             **self._kernels,
         )
-        torch.autograd.graph.increment_version([self._weights[key] for key in keys])  # the fused kernel does not
-
-    def _moments(self, keys: Sequence[str], name: str) -> list[Tensor]:
-        return [to_local(self._state_of(key)[name]) for key in keys]
+        if self._dtype == torch.float32:
+            return
+        firsts = [crc32(key.encode()) + offset_of(self._weights[key]) for key in keys]
+        sizes = [moment.numel() for moment in moments[0]]
+        bits = random_bits(update, list(zip(firsts, sizes, strict=True)), weights[0].device)
+        for own, values, shift in zip(moments, exact, (0, 16), strict=True):
+            round_to_bf16_(own, values, bits >> shift)
 
     def _buckets(self, keys: Sequence[str]) -> Iterator[list[str]]:
         bucket, size = list[str](), 0
@@ -105,7 +110,28 @@ class AdamW:
         if key not in self._state:
             p = self._weights[key].detach()
             fused = self._kernels.get("fused", False)  # its kernel reads the counter on the device
-            step = torch.tensor(0.0, device=p.device if fused else None)
-            moments = {name: torch.zeros_like(p, dtype=self._dtype) for name in MOMENTS}
+            step = torch.tensor(0.0, device=self._device if fused else None)
+            moments = {name: torch.zeros_like(p, dtype=self._dtype, device=self._place) for name in MOMENTS}
             self._state[key] = {"step": step, **moments}
         return self._state[key]
+
+
+class MovedAdamW(AdamW):
+    """AdamW whose weights or moments lie in CPU memory: a bucket of them at a time is on the device."""
+
+    def __init__(
+        self, weights: Mapping[str, nn.Parameter], *, device: torch.device, place: torch.device, **options: Any
+    ) -> None:
+        """Update on `device`, and keep the moments on `place`."""
+        super().__init__(weights, **options)
+        self._device, self._place, self._kernels = device, place, optimizer_kernels(device)
+
+    def _parts(self, keys: list[str]) -> Iterable[list[str]]:
+        return self._buckets(keys)
+
+    def _update(self, keys: Sequence[str], held: Sequence[list[Tensor]], learning_rate: float, update: int) -> None:
+        moved = [[x.to(self._device) for x in own] for own in held]
+        super()._update(keys, moved, learning_rate, update)
+        for kept, changed in zip(chain(*held), chain(*moved), strict=True):
+            if kept is not changed:
+                kept.copy_(changed)

@@ -119,10 +119,10 @@ class TrainableConfig(LearnerConfig, RoleConfig):
 
     def check(self, role: str) -> None:
         """Raise UserError, naming the key, for settings that contradict each other."""
-        if self.lr_schedule != "constant" and not self.lr_decay_updates:
+        if self.lr_schedule != "constant" and not (self.lr_decay_updates or self.lr_decay_ratio):
             raise UserError(
                 f"{role}.lr_schedule {self.lr_schedule} needs {role}.lr_decay_updates, the updates until the lowest "
-                "learning rate"
+                f"learning rate, or {role}.lr_decay_ratio"
             )
         self.sparse_attention.check(f"{role}.sparse_attention")
         if self.flow_map and self.sparse.share:
@@ -278,8 +278,8 @@ class Trainable(Role):
     def __init__(self, name: str, networks: Backbone | ExpertPair, config: TrainableConfig) -> None:
         super().__init__(name, networks, config)
         self._learners: dict[Expert, Learner] = {
-            expert: Learner(self.key(self.name, expert, "/"), self._own_weights(expert), config.of(expert))
-            for expert in self.experts
+            expert: Learner(self.key(name, expert, "/"), self._own_weights(expert), config.of(expert), backbone.mesh)
+            for expert, backbone in self._backbones.items()
             if not expert or config.experts[expert].trained
         }
 

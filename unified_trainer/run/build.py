@@ -115,6 +115,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None, mirror: Mirror
         run.seed,
         mesh,
         ahead=run.rollouts.ahead,
+        shuffle=run.data.shuffle,
     )
     places = _check_workers(run, plan, roles, workers)
     rollouts = _rollouts(run, plan, roles, reward, loader, mesh, workers)
@@ -316,8 +317,8 @@ def _encode(
     shown = list(validated[: max(run.validation.num_samples, compared)])
     for requests in plan.validation_sets.values() if validated else ():
         shown += requests[: run.validation.num_samples]
-    first = [request.text for request in shown]
-    return _encode_ahead(run, codec, source, lambda: [*first, *loader.prompts(run.steps)], mesh)
+    first, steps = [request.text for request in shown], 0 if run.validate_only else run.steps
+    return _encode_ahead(run, codec, source, lambda: [*first, *loader.prompts(steps)], mesh)
 
 
 def _kernels(run: RunConfig, mesh: Mesh) -> dict[str, str]:

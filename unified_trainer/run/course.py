@@ -104,7 +104,7 @@ class Course:
         self.step += 1
         alarm = self.guards.after_step(self.step, metrics)
         metrics |= self.guards.verdicts | self.guards.metrics
-        metrics |= step_cost(meter, self.mesh, self.trainer.loader.samples)
+        metrics |= step_cost(meter, self.mesh, self.trainer.loader.samples_at(self.step - 1))
         self.tracker.log(self.step, {f"train/{name}": value for name, value in metrics.items()}, advance=True)
         for message in self.trainer.messages:
             self.tracker.say(f"step {self.step}: {message}")
@@ -211,6 +211,16 @@ class Course:
         """Steps before which a checkpoint must stay: guards may go back to it, or a result is still added to it."""
         pending = self.trainer.pending_validation
         return (*self.guards.window_starts, *([pending.step + 1] if pending is not None else []))
+
+
+def validate_once(
+    trainer: Trainer, output: Path, tracker: Tracker, saver: Saver, validation: ValidationSource, step: int
+) -> None:
+    """Validate the weights after `step` training steps as a run does, and end; no guard acts on the result."""
+    guards = trainer.guards.observers()
+    validations = Validations(validation, trainer.roles["student"], guards, trainer.mesh, output, tracker, saver, 0)
+    validations.finish(validations.start(step))
+    tracker.finish(step)
 
 
 class Validations:

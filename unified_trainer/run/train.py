@@ -22,7 +22,7 @@ from unified_trainer.run.checkpoint.manager import to_remove
 from unified_trainer.run.checkpoint.manifest import finished
 from unified_trainer.run.checkpoint.mirror import Mirror, mirror_of, saver_of
 from unified_trainer.run.checkpoint.run_lock import LOCK, claimed
-from unified_trainer.run.course import Course
+from unified_trainer.run.course import Course, validate_once
 from unified_trainer.run.exit_codes import STOPPED, exit_code
 from unified_trainer.run.memory_advice import memory_advice
 from unified_trainer.run.plan.downloads import fetched
@@ -97,6 +97,7 @@ def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None, 
                 built.keep,
                 tracker.say,
                 asynchronous=run.async_save,
+                never=run.checkpoint_every < 0,
             ) as saver,
         ):
             tracker.table(f"{run.method} with recipe {run.recipe}", built.summary)
@@ -104,9 +105,13 @@ def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None, 
             risk = [at_risk(run.checkpoint_every, run.checkpoint_minutes)] if run.checkpoint_minutes else []
             for line in (*built.notes, *begun.said, *risk):
                 tracker.say(line)
-            show_rollouts(built.trainer.method, built.codec, built.reward, run, output, tracker)
-            show_matching(built.trainer.method, built.codec, run, output, tracker)
-            stopped_by = Course(built.trainer, run, output, tracker, saver, built.validation, start=start).run()
+            stopped_by = None
+            if run.validate_only and built.validation is not None:
+                validate_once(built.trainer, output, tracker, saver, built.validation, start)
+            else:
+                show_rollouts(built.trainer.method, built.codec, built.reward, run, output, tracker)
+                show_matching(built.trainer.method, built.codec, run, output, tracker)
+                stopped_by = Course(built.trainer, run, output, tracker, saver, built.validation, start=start).run()
     if after is not None and mesh.is_main:
         after(output)  # the lock is released: a report does not say "running"
     mesh.leave()
@@ -117,7 +122,7 @@ def open_tracker(begun: "Begun", mesh: Mesh) -> Tracker:
     """Open metrics.jsonl and the trackers of a run; UserError if that cannot be."""
     run, trainer, unvalidated = begun.built.run, begun.built.trainer, None
     if begun.built.validation is not None:
-        unvalidated = begun.start if trainer.owes_validation else None
+        unvalidated = begun.start if trainer.owes_validation or run.validate_only else None
         unvalidated = trainer.pending_validation.step if trainer.pending_validation is not None else unvalidated
     with writing(begun.output):
         return Tracker(
@@ -169,8 +174,9 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
             closing(build(run, mesh, output, mirror)) as built,
         ):
             start, skipped = built.trainer.resume(output) if run.resume else (0, [])
-            if start > run.steps:
-                raise ConfigError(f"--resume {output} is at step {start} already: --steps {run.steps} is too few")
+            if start > built.run.steps:
+                length = f"--epochs {run.epochs}" if run.epochs else f"--steps {run.steps}"
+                raise ConfigError(f"--resume {output} is at step {start} already: {length} is too few")
             initialised = built.trainer.init_from(run.init_from) if run.init_from and not start else ""
             if mirror is not None:
                 mirror.confirm()  # loading took long: who came at the same moment has written by now
@@ -193,8 +199,9 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
 
 def _note_settings(run: RunConfig, output: Path, argv: Sequence[str], start: int, mesh: Mesh) -> str:
     """Write config.yaml, and how the run was started; return a warning if the second cannot be written."""
-    with writing(output / "config.yaml"):
-        settings.save(run, output / "config.yaml")
+    if not (run.resume and run.validate_only):  # a look at a run leaves its settings as they are
+        with writing(output / "config.yaml"):
+            settings.save(run, output / "config.yaml")
     if not run.resume:
         remember_own(settings.flat(settings.plain(run)), {one.key: one for one in settings_of(run)}, output)
     try:
@@ -213,7 +220,7 @@ def _compared(run: RunConfig, output: Path) -> dict[str, str]:
 def _is_finished(run: RunConfig, folder: Path, mesh: Mesh) -> bool:
     """Say so if the run to continue has all its steps; ConfigError for settings that it cannot change."""
     settings.check_resumable(run, folder / "config.yaml")
-    if not finished(folder, run.steps, mesh, validating=run.validate_every > 0):
+    if run.validate_only or run.epochs or not finished(folder, run.steps, mesh, validating=run.validate_every > 0):
         return False
     if mesh.any(to_remove(folder / "checkpoints", keep_of(run))):
         return False

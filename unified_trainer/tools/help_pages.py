@@ -33,6 +33,7 @@ COMMON = (
     "recipe",
     "config",
     "steps",
+    "epochs",
     "seed",
     "output",
     "resume",
@@ -71,7 +72,8 @@ GROUPS = {
     "algorithm": "the method's own settings",
     "sampler": "how the student generates samples",
     "video": "size of the videos",
-    "data": "clips to train on",
+    "ramp_up": "a batch that grows at the start of the run",
+    "data": "clips to train on, and the order of prompts and clips",
     "encoders": "text encoder and VAE",
     "reward": "scorers of the samples",
     "validation": "what is measured during the run",
@@ -160,10 +162,11 @@ def reads(method: type[Method], key: str) -> bool:
     may_need_clips = method.config_class.needs_clips is not MethodConfig.needs_clips
     always_needs_clips = method.config_class.needs_clips is True
     section, _, name = key.partition(".")
-    if key == "data.rejected":
-        return method.config_class.needs_pairs
+    if key in ("data.rejected", "data.shuffle"):
+        return method.config_class.needs_pairs or key == "data.shuffle"
     return {
         "hacking_monitor": method.uses_reward,
+        "ramp_up": not method.config_class.continues_samples,
         "guard": method.config_class.teacher_guidance is not MethodConfig.teacher_guidance,
         "rollouts": bool(method.sampled_by) or name.startswith(("evaluation", "transport", "timeout")),
         "data": may_need_clips or method.config_class.teacher_ode is not MethodConfig.teacher_ode,

@@ -78,7 +78,9 @@ UNKNOWN = [
     ("finetune", "--cfg", "--sampler.guidance-scale"),
     ("dmd2", "--guidance", "--sampler.guidance-scale or --algorithm.guidance-scale"),
     ("finetune", "--num_inference_steps", "--sampler.num-steps"),
-    ("finetune", "--epochs", "--steps"),
+    ("finetune", "--total-epochs", "--epochs"),
+    ("finetune", "--val-only", "--validate-only"),
+    ("finetune", "--save-freq", "--checkpoint-every"),
     ("finetune", "--max-train-steps", "--steps"),
     ("finetune", "--output_dir", "--output"),
     ("finetune", "--resume_from_checkpoint", "--resume"),
@@ -352,7 +354,7 @@ def test_help_names_the_settings_that_a_method_reads(method):
         sections = re.findall(r"^(\w+)(?:: .*)?$", page, re.M)
         assert ("hacking_monitor" in sections) == method_named(method).uses_reward
         reads_clips = (*OF_CLIPS, "dmd2", "self_forcing", "ode_init", "distill_rl")
-        assert ("data" in sections) == (method in reads_clips)
+        assert ("--data.path" in page) == (method in reads_clips) and "shuffle" in page
         assert ("  --prompts TEXT" in page) == (method not in OF_CLIPS)
         assert {"algorithm", "student", "reward", "validation"} <= set(sections)
         assert max(map(len, page.splitlines())) <= width

@@ -1,6 +1,11 @@
-"""Which passes plan traces for a peak of memory: those that no other pass covers."""
+"""The memory that plan counts: of the passes that no other pass covers, and of what stays on the card."""
+
+import pytest
 
 from unified_trainer.parallel.meter import Pass
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.tools.plan import memory
+from unified_trainer.tools.plan.estimate import estimate
 from unified_trainer.tools.plan.memory import _largest, _largest_losses
 
 
@@ -20,3 +25,24 @@ def test_a_loss_is_left_out_if_another_covers_each_of_its_passes():
     mixed = [made(1, 3, gradient=True), made(16, 3)]
     assert _largest_losses([small, large, small, mixed]) == [large, mixed]
     assert _largest_losses([small, small[:1]]) == [small, small[:1]]
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_weights_and_moments_leave_the_card_each_by_its_own_switch(moments):
+    """Weights 4 bytes and gradients 4, moments 8 or 4 bytes for each trained weight, over 8 shards."""
+    words = ["--recipe", "wan2.1-1.3b", "--method", "finetune", "--student.moments", moments, "--student.precision"]
+    words += ["fp32", "--student.ema-decay", "0", "--algorithm.batch-size", "8"]
+    switches = {"none": [], "weights": ["--parallel.offload-weights"], "moments": ["--parallel.offload-optimizer"]}
+    switches["both"] = switches["weights"] + switches["moments"]
+    planned = {name: estimate(parse([*words, *more]), 8) for name, more in switches.items()}
+    held = {name: memory.held_networks(one.counts, one.sizes)["student", ""] for name, one in planned.items()}
+    share, moment = planned["none"].parameters["student"] / 8, 4 if moments == "fp32" else 2
+    kept = {name: (one.weights, one.gradients, one.moments) for name, one in held.items()}
+    assert kept["none"] == pytest.approx((4 * share, 4 * share, 2 * moment * share))
+    assert kept["weights"] == (0, 0, kept["none"][2]) and kept["moments"] == (*kept["none"][:2], 0)
+    assert kept["both"] == (0, 0, 0)
+    trained = held["none"].trained
+    temporary = {name: memory._temporary(one.sizes, "student", trained) for name, one in planned.items()}
+    bucket = 2**24  # no weight's shard is larger
+    assert temporary["moments"] - temporary["none"] == 2 * moment * bucket
+    assert temporary["weights"] - temporary["none"] == 8 * bucket and temporary["both"] == temporary["none"]

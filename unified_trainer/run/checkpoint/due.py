@@ -9,10 +9,10 @@ Due = Callable[[int], bool]  # training steps done -> whether the present one is
 
 
 def due(steps: int, minutes: float, mesh: Mesh) -> Due:
-    """Return when checkpoints are due; 0 steps are never, and with 0 minutes no clock is read."""
+    """Return when checkpoints are due; 0 steps or -1 are never, and with 0 minutes no clock is read."""
 
     def by_steps(step: int) -> bool:
-        return bool(steps and step % steps == 0)
+        return steps > 0 and step % steps == 0
 
     return ByMinutes(by_steps, minutes, mesh) if minutes else by_steps
 

@@ -240,6 +240,19 @@ class Saver:
             self._say(line)
 
 
+class NoSaver(Saver):
+    """A saver that writes nothing, for a run without checkpoints; it still refuses tensors that are not finite."""
+
+    def look_for_room(self, tensors: Mapping[str, Tensor]) -> None:
+        """Do nothing: no room is needed."""
+
+    def finish(self, step: int) -> None:
+        """Do nothing: the last step is not saved."""
+
+    def _do(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Leave the work out."""
+
+
 def to_remove(root: Path, keep: Keep) -> bool:
     """Whether a killed process left a checkpoint that the rule does not keep, or one that shows a torn write."""
     metrics, torn, _ = _read_up_to(sys.maxsize, root)

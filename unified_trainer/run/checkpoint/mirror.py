@@ -18,7 +18,7 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.own_files import without_link
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.run.checkpoint import manifest
-from unified_trainer.run.checkpoint.manager import Saver
+from unified_trainer.run.checkpoint.manager import NoSaver, Saver
 from unified_trainer.run.checkpoint.remote_folder import RemoteFolder
 
 KEY = "--checkpoint-mirror"
@@ -130,8 +130,10 @@ def mirror_of(address: str, run: Path, mesh: Mesh, *, new: bool) -> Iterator[Mir
         mirror.leave()
 
 
-def saver_of(mirror: Mirror | None, root: Path, *arguments: Any, **options: Any) -> Saver:
-    """Return a `Saver` of these arguments, which also copies checkpoints where a run has a mirror."""
+def saver_of(mirror: Mirror | None, root: Path, *arguments: Any, never: bool = False, **options: Any) -> Saver:
+    """Return a `Saver` of these arguments, which also copies checkpoints where a run has a mirror, or `never` saves."""
+    if never:
+        return NoSaver(root, *arguments, **options)
     return Saver(root, *arguments, **options) if mirror is None else MirroringSaver(mirror, root, *arguments, **options)
 
 

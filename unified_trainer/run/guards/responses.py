@@ -61,6 +61,10 @@ class Guards:
             self._probe.load_state(metadata)
         self._set_rollbacks(metadata.get("rollbacks", []))
 
+    def observers(self) -> "Guards":
+        """Return the comparison with the teacher's samples alone, which raises no alarm."""
+        return Guards((), self._student, self._mesh, self._probe)
+
     @property
     def metrics(self) -> dict[str, float]:
         """The number of roll-backs, of a run that may have any."""

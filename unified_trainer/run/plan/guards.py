@@ -27,7 +27,7 @@ def check_guards(run: RunConfig, method: type[Method]) -> None:
     for key, guard in guards.items():
         if guard.action != "roll_back":
             continue
-        if not run.checkpoint_every:
+        if run.checkpoint_every < 1:
             raise ConfigError(f"{key}.action roll_back needs checkpoints to go back to: set checkpoint_every")
         if run.checkpoint_minutes:
             raise ConfigError(
@@ -47,8 +47,11 @@ def check_guards(run: RunConfig, method: type[Method]) -> None:
 def check_workers(run: RunConfig, method: type[Method]) -> None:
     """Raise ConfigError for settings of workers that the method or the student does not fit."""
     run.rollouts.check(bool(method.sampled_by), run.method, run.validate_every)
-    if run.rollouts.offload and run.parallel.offload:
-        raise ConfigError("rollouts.offload: with parallel.offload all state is in CPU memory already: leave it out")
+    if run.rollouts.offload and run.parallel.offload_weights and run.parallel.offload_optimizer:
+        raise ConfigError(
+            "rollouts.offload: parallel.offload_weights and offload_optimizer keep all state in CPU memory already: "
+            "leave it out"
+        )
     if run.rollouts.evaluation_workers and any(run.validation.sets.values()):
         raise ConfigError("validation.sets needs rollouts.evaluation_workers 0: workers validate one set of prompts")
 

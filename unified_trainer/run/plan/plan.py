@@ -36,11 +36,12 @@ from unified_trainer.run.plan.faults import with_others
 from unified_trainer.run.plan.flow_maps import check_flow_maps
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
 from unified_trainer.run.plan.images import check_images, conditions_on_first_frame
+from unified_trainer.run.plan.length import in_words, row_count, with_steps, with_updates
 from unified_trainer.run.plan.roles import RolePlan, check_roles, left_at_base, plan_roles, role_path, without_adapter
 from unified_trainer.run.plan.shift import note_shift
 from unified_trainer.run.plan.sparse import check_sparse
 from unified_trainer.run.registry import family_of, method_named
-from unified_trainer.run.settings.batch import batch_of, with_fitting_batch
+from unified_trainer.run.settings.batch import batch_of, sizes, with_fitting_batch
 from unified_trainer.run.settings.command_line import replaced_by_checkpoint
 from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe, recipes
 from unified_trainer.run.tracking.external import check_tracking
@@ -138,6 +139,10 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     latent_shape, validation_shape = _latent_shapes(run, family, folder)
     prompts = prompt_files(run, images=family.images(folder)[1] > 0)
     clips = read_clips(run, family, folder, latent_shape)
+    rows = row_count(run, prompts, clips)
+    run = with_steps(run, batch, rows)
+    roles = with_updates(run, roles)
+    _check_length(run, batch, roles)
     check_images(run, roles, prompts, clips, scores=method.uses_reward or run.validate_every > 0)
     check_captions(run, method, clips, bool(prompts["--validation.prompts"].requests))
     shown_prompts = prompts["--validation.prompts"].requests or prompts["--prompts"].requests
@@ -162,7 +167,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         method=method,
         roles=roles,
         batch=batch,
-        counts={**batch.table(mesh.data_size), **count_lanes(run, batch, clips)},
+        counts={**batch.table(mesh.data_size), **count_lanes(run, batch, clips), **in_words(run, batch, rows)},
         prompts=prompts,
         clips=clips,
         first_frames=run.trains_on == "clips" and conditions_on_first_frame(run, family, folder),
@@ -199,6 +204,11 @@ def check_settings(run: RunConfig, method: type[Method]) -> None:
     """Raise UserError for settings that fit no machine: no file is read, and no package or device is looked for."""
     if run.keep_best and not run.validate_every:
         raise ConfigError(f"keep_best {run.keep_best} needs validations to compare: set validate_every")
+    if run.validate_only and not run.validate_every:
+        raise ConfigError("--validate-only: validate_every 0 leaves validations out; set --validate-every")
+    for name in ("checkpoint_minutes", "checkpoint_mirror", "keep_best") if run.checkpoint_every < 0 else ():
+        if vars(run)[name]:
+            raise ConfigError(f"{name} needs checkpoints, and checkpoint_every -1 saves none: set one of them to 0")
     _check_unread(run)
     check_guards(run, method)
     check_workers(run, method)
@@ -246,6 +256,20 @@ def check_method(run: RunConfig, configs: Mapping[str, RoleConfig], roles: Mappi
     """Raise UserError if the method's settings do not fit those of its roles and their networks."""
     layouts = {name: role.layout for name, role in roles.items()}
     run.algorithm.check(MethodSetup(sampler=run.sampler, roles=configs, layouts=layouts, steps=run.steps))
+
+
+def _check_length(run: RunConfig, batch: BatchPlan, roles: Mapping[str, RolePlan]) -> None:
+    """Raise UserError if the method's settings do not fit the length that follows from the data, or a smaller batch."""
+    configs = {name: role.config for name, role in roles.items()}
+    if run.epochs:
+        check_method(run, configs, roles)
+    if batch.ramp:
+        try:
+            check_method(replace(run, algorithm=replace(run.algorithm, **sizes(batch.at(0)))), configs, roles)
+        except UserError as error:
+            raise ConfigError(f"ramp_up.start {run.ramp_up.start}: {error}") from error
+    if batch.by_failures and not run.data.shuffle:
+        raise ConfigError("data.no-shuffle: prompts are drawn by failures, leave algorithm.failure_below out")
 
 
 def _with_roles(run: RunConfig, method: type[Method], roles: Mapping[str, RolePlan]) -> RunConfig:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.data.ramp_up import ramped
 from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.rewards.scorers import group_scorer
 from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe
@@ -13,10 +14,12 @@ from unified_trainer.run.settings.config import ConfigError, RunConfig, load_rec
 def batch_of(run: RunConfig) -> BatchPlan:
     """Return the batch, with whole groups on each rank if a scorer compares the samples of a prompt.
 
-    ConfigError unless the parts in which a rollout is scored hold whole groups too.
+    ConfigError unless the parts in which a rollout is scored hold whole groups too, and for a batch that cannot rise.
     """
     algorithm, key = run.algorithm, group_scorer(run.reward)
-    batch = algorithm.plan()
+    batch = ramped(algorithm.plan(), run.ramp_up)
+    if batch.ramp and algorithm.continues_samples:
+        raise ConfigError(f"--ramp-up.*: {run.method} continues samples from step to step, as many as in the first one")
     if not key or not isinstance(algorithm, RolloutConfig):
         return batch
     if algorithm.rollout_batch % algorithm.num_samples:
@@ -32,16 +35,19 @@ def with_fitting_batch(run: RunConfig, ranks: int) -> tuple[RunConfig, str]:
 
     A batch of the user's own, and that of a run to continue, stay as they are: a step would compute something else.
     """
-    batch = batch_of(run)
-    near, settings = batch.nearest(ranks), vars(run.algorithm)
-    names = [key.removeprefix("algorithm.") for key in (batch.keys[0], batch.keys[2])]
-    fitting = dict(zip(names, (near.prompts, near.prompts_per_update), strict=True))
+    fitting, settings = sizes(batch_of(run).nearest(ranks)), vars(run.algorithm)
     changed = {name: count for name, count in fitting.items() if settings.get(name) != count}
     if run.resume or not changed or not _of_recipe(run, changed):
         return run, ""
     words = ", ".join(f"algorithm.{name} {count} in place of {settings[name]}" for name, count in changed.items())
     note = f"recipe {run.recipe}: {words}, which {ranks} ranks do not divide"
     return replace(run, algorithm=replace(run.algorithm, **changed)), note
+
+
+def sizes(batch: BatchPlan) -> dict[str, int]:
+    """Return the prompts of a training step and of an update by the names of the method's settings."""
+    names = [key.removeprefix("algorithm.") for key in (batch.keys[0], batch.keys[2])]
+    return dict(zip(names, (batch.prompts, batch.prompts_per_update), strict=True))
 
 
 def starts_on(run: RunConfig, ranks: int) -> bool:

@@ -38,20 +38,38 @@ from unified_trainer.run.settings.settings import Setting, settings_of
 
 OBJECTIVE_KIND = "algorithm.objective.kind"
 ROLLED_OUT_KEYS = {f"sampler.chunks.{name}" for name in ROLLED_OUT}
+# A count of a run, and the share of its data or of its updates that decides it where it is given.
+SHARES = {"steps": "epochs", "warmup_updates": "warmup_ratio", "lr_decay_updates": "lr_decay_ratio"}
 
 
 def parse(argv: Sequence[str]) -> RunConfig:
     """Return the run that the command line asks for; UserError names a wrong flag, or a wrong key and its file."""
     run = before_flags(argv)
     with _other_methods_named(run):
-        run = apply(_with_named(run, {name.removeprefix("--"): "" for name, _ in split(argv)}), argv)
+        names = [name.removeprefix("--") for name, _ in split(argv)]
+        run = apply(_with_named(run, dict.fromkeys(names, "")), argv)
+    _refuse_decided(run, [name.replace("-", "_") for name in names])
     return _accepted(run)
 
 
 def with_settings(run: RunConfig, settings: Mapping[str, Any], origin: str) -> RunConfig:
     """Return the run with settings changed, flat or nested; UserError names `origin` and a wrong key or value."""
     with _other_methods_named(run):
-        return _accepted(_with_file(run, flat(settings), origin))
+        run = _with_file(run, flat(settings), origin)
+    _refuse_decided(run, list(flat(settings)))
+    return _accepted(run)
+
+
+def _refuse_decided(run: RunConfig, given: Sequence[str]) -> None:
+    """Raise ConfigError for a count that is given although a share decides it."""
+    counts, known = [key for key in given if key.rpartition(".")[2] in SHARES], _known(run)
+    for key in counts:
+        section, dot, name = key.rpartition(".")
+        share = known.get(f"{section}{dot}{SHARES[name]}")
+        if share is not None and share.default:
+            raise ConfigError(
+                f"{known[key].flag}: {share.key} {share.default} decides it. Leave one out, or set {share.flag} 0"
+            )
 
 
 def minutes_to_meet(argv: Sequence[str]) -> float:

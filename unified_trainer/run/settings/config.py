@@ -15,6 +15,7 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_yaml
 from unified_trainer.basics.own_files import without_link
 from unified_trainer.basics.ranges import (
+    LONGEST,
     MAY_CHANGE,
     MOST,
     Count,
@@ -30,6 +31,7 @@ from unified_trainer.basics.ranges import (
 from unified_trainer.basics.secrets import masked
 from unified_trainer.basics.suggestions import must_know
 from unified_trainer.data.clips import DataConfig, VideoConfig
+from unified_trainer.data.ramp_up import RampUpConfig
 from unified_trainer.methods.base import DeclarationError, Method, MethodConfig, place_of
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.device import Device
@@ -173,6 +175,9 @@ class RunConfig:
     """Saved config.yaml to start from."""
     steps: Annotated[Period, MAY_CHANGE] = 60
     """Training steps; one is a rollout with its updates, or one update."""
+    epochs: Annotated[CountOrZero, MAY_CHANGE] = 0
+    """Passes over the prompts or clips, from which steps is then computed; 0 takes steps."""
+    ramp_up: RampUpConfig = field(default_factory=RampUpConfig)
     seed: Seed = 0
     """Seed of all random numbers."""
     output: Annotated[Path | None, WRITES] = None
@@ -186,8 +191,8 @@ class RunConfig:
     init_from: Annotated[str | None, READS] = None
     """RUN[@step][:ema]: a run whose newest checkpoint, or that step's, gives the weights of the trained roles; with
     :ema their EMA weights."""
-    checkpoint_every: Annotated[PeriodOrZero, MAY_CHANGE] = 20
-    """Training steps between checkpoints; the last step is always saved, and 0 saves no other."""
+    checkpoint_every: Annotated[int, at_least(-1, LONGEST), MAY_CHANGE] = 20
+    """Training steps between checkpoints; the last step is saved too. 0 saves the last alone, and -1 none at all."""
     checkpoint_minutes: Annotated[float, at_least(0, MOST), MAY_CHANGE] = 0.0
     """Minutes after the last checkpoint when the next is due, besides those of checkpoint_every; the step is finished
     first. 0 counts steps alone."""
@@ -206,6 +211,8 @@ class RunConfig:
     """Order of that metric."""
     validate_every: Annotated[PeriodOrZero, MAY_CHANGE] = 10
     """Training steps between validations; one runs before the first step and after the last too. 0 is never."""
+    validate_only: Annotated[bool, MAY_CHANGE] = False
+    """Load the weights, validate once and end: no training step is made, and no checkpoint."""
     report: Annotated[bool, MAY_CHANGE] = False
     """Also write report.html into the run directory when the run ends."""
     families: Annotated[tuple[str, ...], RUNS_CODE] = ()
@@ -345,6 +352,8 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
     scorers = [key.split(".")[2] for key in saved if key.startswith("reward.scorers.")]
     defaults = flat(plain(type(run)(reward=RewardConfig(scorers=dict.fromkeys(scorers, ScorerConfig())))))
     new, old = flat(plain(run)), saved
+    if run.epochs:
+        new["steps"] = old["steps"]  # follows from them
     old = {key: value for key, value in defaults.items() if key in new} | old  # a setting newer than the saved file
     keys = sorted(old.keys() | new.keys())
     different = [key for key in keys if old.get(key) != new.get(key)]

@@ -41,7 +41,7 @@ class ReplicaRank(Worker):
         """Meet the other ranks: they share weights, branches of guidance and tokens."""
         sequence = run.sequence_of_workers
         together = replace(
-            run.parallel, replicate=1, shard=run.rollouts.ranks // sequence, sequence=sequence, offload=False
+            run.parallel, replicate=1, shard=run.rollouts.ranks // sequence, sequence=sequence, offload_weights=False
         )
         self._mesh = Mesh.join(run.device, together)
         return self._mesh

@@ -44,7 +44,7 @@ def better_settings(run: RunConfig, ranks: int, peak: float, usable: float) -> t
     joined: dict[str, Any] = {}
     for settings, _ in reversed(helpful):  # of two values of one setting the better one stays
         joined |= settings
-    if "parallel.offload" in joined:  # nothing is left to leave the device for a rollout
+    if "parallel.offload_weights" in joined:  # nothing is left to leave the device for a rollout
         joined.pop("rollouts.offload", None)
     together = _peak(run, joined, ranks)
     return alone, None if together is None or together >= alone[0].peak else _better(joined, together)
@@ -118,8 +118,10 @@ def candidates(run: RunConfig, ranks: int) -> Iterator[Mapping[str, Any]]:
         yield {"reward.offload": True}
     if method_named(run.method).sampled_by and not (run.rollouts.offload or run.rollouts.workers):
         yield {"rollouts.offload": True}
-    if ranks > 1 and not run.parallel.offload:
-        yield {"parallel.offload": True}
+    if not run.parallel.offload_optimizer:
+        yield {"parallel.offload_optimizer": True}
+    if ranks > 1 and not run.parallel.offload_weights:
+        yield {"parallel.offload_weights": True, "parallel.offload_optimizer": True}
     if run.parallel.replicate > 1:
         yield {"parallel.replicate": 1}
     if ranks % (2 * run.parallel.sequence) == 0:

@@ -10,7 +10,8 @@ from unified_trainer.parallel.device import CARD_KIND
 from unified_trainer.parallel.meter import Pass
 from unified_trainer.roles.blocks import may_compile
 from unified_trainer.roles.role import TrainableConfig
-from unified_trainer.run.plan.data import check_sound, check_video
+from unified_trainer.run.plan.data import check_sound, check_video, prompt_files
+from unified_trainer.run.plan.length import with_steps
 from unified_trainer.run.plan.plan import check_sampling, check_settings
 from unified_trainer.run.plan.roles import check_families, check_heads
 from unified_trainer.run.registry import method_named
@@ -78,7 +79,8 @@ class Estimate:
 
     def hours(self, card: Hardware, mfu: float | None = None) -> float:
         """Return the hours of all training steps and validations, and of encoding the prompts."""
-        steps = self.run.steps * sum(self.seconds(card, mfu).values())
+        batch = batch_of(self.run)  # smaller at first where it grows
+        steps = batch.prompts_before(self.run.steps) / batch.prompts * sum(self.seconds(card, mfu).values())
         count = self.run.steps // self.run.validate_every + 1 if self.run.validate_every else 0
         shown = count * sum(self.validation.seconds(card, mfu).values())
         return (steps + shown + sum(Work(products=self.encoded).seconds(card, mfu).values())) / 3600
@@ -99,6 +101,7 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     data_ranks = ranks // sequence
     run, fitted = with_fitting_batch(run, data_ranks)
     check_settings(run, method)
+    run = with_steps(run, batch_of(run), _rows(run)) if run.epochs else run
     run = replace(run, encoders=run.encoders.on(CARD_KIND if run.device == "auto" else run.device))
     models = _models(run, sequence)
     check_sound(run, models["student"].family)
@@ -144,6 +147,15 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
         checkpoint=sum(network.stored for network in held_networks(counts, sizes).values()),
         notes=(*filter(None, [fitted]), *assumed, *notes),
     )
+
+
+def _rows(run: RunConfig) -> int:
+    """Return the number of prompts or clips of an epoch, of those that are quick to count."""
+    if run.trains_on == "prompts" and run.prompts:
+        return len(prompt_files(run, images=False)["--prompts"].requests)
+    if run.trains_on == "clips" and run.data.path == "tiny":
+        return run.data.num_clips
+    raise UserError(f"--epochs {run.epochs}: plan counts the rows of --prompts alone; give --steps")
 
 
 def _models(run: RunConfig, sequence: int) -> dict[str, Architecture]:

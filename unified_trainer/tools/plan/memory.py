@@ -259,7 +259,8 @@ def _held(counts: Counts, sizes: Sizes, name: str, expert: Expert, backbone: Bac
     several, shards = sizes.ranks > 1, sizes.shards
     copies = adapter / 2 if as_read else BF16 * (whole - small)  # in bf16, of weights in float32
     rounded = 0.0 if several or not backbone.half_passes else copies
-    half = backbone.half_passes and several and not run.parallel.offload  # gathered in bf16, norms whole on every rank
+    # Gathered in bf16, and norms whole on every rank.
+    half = backbone.half_passes and several and not run.parallel.offload_weights
     unit, kept = (BF16, FP32 * small) if half else (held / whole, 0)
     moving = unit * (whole - small) if half else held
     block = unit * size.block
@@ -267,7 +268,7 @@ def _held(counts: Counts, sizes: Sizes, name: str, expert: Expert, backbone: Bac
     gathered = (outside + PREFETCHED * block if run.parallel.reshard_after_forward else moving) if several else 0.0
     waits = sizes.accumulation > 1 and run.parallel.reduce_gradients == "last"
     unsharded = FP32 * trained if waits else FP32 * trained * PREFETCHED / size.layers
-    on_device = 0 if run.parallel.offload else 1
+    on_device, kept_there = (int(not off) for off in (run.parallel.offload_weights, run.parallel.offload_optimizer))
     training = config if isinstance(config, TrainableConfig) and trained else None
     moment = BF16 if training and training.moments == "bf16" else FP32
     ema = FP32 * trained if training and training.ema_decay else 0
@@ -276,7 +277,7 @@ def _held(counts: Counts, sizes: Sizes, name: str, expert: Expert, backbone: Bac
         weights=weights + rounded,
         idle=(copies / shards if half else FP32 / BF16 * rounded) if _samples(counts, sizes, backbone) else weights,
         gradients=on_device * FP32 * trained / shards,
-        moments=on_device * 2 * moment * trained / shards,
+        moments=kept_there * 2 * moment * trained / shards,
         ema=on_device * ema / shards if training and training.ema_device == "same" else 0.0,
         gathered=gathered,
         unsharded=unsharded if several else 0.0,
@@ -452,9 +453,12 @@ def _decoding(sizes: Sizes, samples: int, frames: int, *, gradient: bool) -> flo
 
 
 def _temporary(sizes: Sizes, name: str, trained: int) -> float:
-    """Return what an optimizer step needs: two tensors like the largest weight, and a bucket of moments in bf16."""
-    largest, config = sizes.models[name].size.largest, sizes.run.roles[name]
-    if not isinstance(config, TrainableConfig) or config.moments == "fp32":
-        return 2.0 * FP32 * largest / sizes.shards
+    """Return what an optimizer step needs: two tensors like the largest weight, and a bucket of what is moved to the
+    device, or of moments in bf16.
+    """
+    largest, config, parallel = sizes.models[name].size.largest, sizes.run.roles[name], sizes.run.parallel
+    half = isinstance(config, TrainableConfig) and config.moments == "bf16"
+    moved = 2.0 * (BF16 if half and parallel.offload_optimizer else FP32)  # two moments, or weight and gradient
+    moved *= parallel.offload_weights != parallel.offload_optimizer
     bucket = min(max(BUCKET, largest / sizes.shards), trained / sizes.shards)
-    return ROUNDING * FP32 * bucket + 2.0 * FP32 * largest / sizes.shards
+    return (ROUNDING * FP32 * half + moved) * bucket + 2.0 * FP32 * largest / sizes.shards

@@ -66,7 +66,8 @@ def weights_for_workers(planned: Estimate) -> str | None:
 def _sampling(planned: Estimate, *, offload: bool) -> float:
     """Return the peak of a training process while samples are made and scored."""
     run = planned.run
-    rollouts = replace(run.rollouts, offload=offload and not run.parallel.offload)
+    whole = run.parallel.offload_weights and run.parallel.offload_optimizer
+    rollouts = replace(run.rollouts, offload=offload and not whole)
     memory = memory_of(planned.counts, replace(planned.sizes, run=replace(run, rollouts=rollouts)))
     return max(memory.total(phase) for phase in SAMPLING if phase in memory.phases)
 

@@ -49,14 +49,15 @@ def status_of(run: RunRecord) -> Status:
     steps = int(run.config.get("steps", 0))
     hacking, alarms = _raised(run, HACKING), _raised(run, ALARM) + _raised(run, f"{VALIDATION}{ALARM}")
     rollbacks = run.curves.get("rollbacks")
-    newest = run.checkpoints[-1] if run.checkpoints else 0
+    saves = run.config.get("checkpoint_every") != -1
+    newest = run.step if not saves else run.checkpoints[-1] if run.checkpoints else 0
     stopped_by = _stopped_by(run)
     state: State
     if is_locked(run.folder):
         state = "running"
     elif stopped_by is not None:
         state = ENDED_BY[stopped_by]
-    elif steps > 0 and newest >= steps:
+    elif 0 < steps <= newest or (VALIDATION + "seconds" in run.curves and run.config.get("validate_only")):
         state = "finished"
     elif newest > 0 and newest == run.step and not (run.folder / LOCK).exists():
         state = "stopped"
