@@ -41,7 +41,7 @@ from unified_trainer.run.plan.roles import RolePlan, check_roles, left_at_base, 
 from unified_trainer.run.plan.shift import note_shift
 from unified_trainer.run.plan.sparse import check_sparse
 from unified_trainer.run.registry import family_of, method_named
-from unified_trainer.run.settings.batch import batch_of, with_fitting_batch
+from unified_trainer.run.settings.batch import batch_of, check_buffer, with_fitting_batch
 from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe, recipes
 from unified_trainer.run.tracking.external import check_tracking
 from unified_trainer.run.tracking.rollouts import check_rollouts
@@ -135,6 +135,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     run, fitted = with_fitting_batch(run, mesh.data_size)
     batch, roles = batch_of(run), _roles(run, method, mesh)
     family, folder = family_of("student", roles["student"].path)
+    check_buffer(run, batch, mesh.data_size)
     latent_shape, validation_shape = _latent_shapes(run, family, folder)
     prompts = prompt_files(run, images=family.images(folder)[1] > 0)
     clips = read_clips(run, family, folder, latent_shape)
