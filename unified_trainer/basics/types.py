@@ -198,10 +198,6 @@ class Rollout:
         """Return a rollout of deterministic samples: x0 and zero transitions."""
         return cls(x0[:, None][:, :0], x0.new_zeros(len(x0), 0, dtype=widest(x0.device)), x0)
 
-    def to(self, device: torch.device) -> "Rollout":
-        """Return the rollout on a device."""
-        return Rollout(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
-
     def state(self, number: int, rows: Sequence[int]) -> Latents:
         """Return, of these samples, state `number`: that before the window's transition of this number."""
         return take_rows(self.states[:, number], rows)

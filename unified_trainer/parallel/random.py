@@ -51,10 +51,7 @@ class Streams:
         return Streams(seed, step, self._device)
 
     def of_steps(self, steps: Mapping[int, int]) -> "Streams":
-        """Return these streams with the noise of some keys as it was in other training steps; without any, themselves.
-
-        `steps` maps such a key to its training step.
-        """
+        """Return these streams with the noise of the given keys as it was in their training steps."""
         return _PastStreams(self, steps) if steps else self
 
     def numbered(self, number: int) -> "Streams":

@@ -76,10 +76,10 @@ def shown(samples: ScoredSamples) -> list[tuple[int, int]]:
 
 
 def test_the_newest_groups_by_hand():
-    """Half of four slots: 1 and 3 in odd steps, 0 and 2 in even ones; each group is trained on twice."""
+    """Half of the slots, one of each update: 1 and 2 in odd steps, 0 and 3 in even ones. Each group is used twice."""
     source, one = Numbered(), loader()
     buffer = ExperienceBuffer(source, HALF, one)
-    for step, wanted in enumerate([(0, 0, 0, 0), (1, 0, 1, 0), (1, 2, 1, 2), (3, 2, 3, 2)]):
+    for step, wanted in enumerate([(0, 0, 0, 0), (1, 0, 0, 1), (1, 2, 2, 1), (3, 2, 2, 3)]):
         batch = one.batch(step)
         samples = buffer.samples(batch, step, Streams(0, step))
         steps = [made for made in wanted for _ in range(2)]
@@ -106,7 +106,8 @@ def test_draws_are_those_of_a_simulation_of_every_slot(share, order):
     for step in range(16):
         samples = buffer.samples(one.batch(step), step, Streams(7, step))
         count = int(4 * share) if step else 0
-        stored = {(step + i * 4 // count) % 4 for i in range(count)}
+        places = [0, 2, 3, 1]  # first places of updates 0 and 1, then second places, the other way round
+        stored = {places[(step + i * 4 // count) % 4] for i in range(count)}
         wanted = []
         for slot, queue in enumerate(queues):
             if slot not in stored:
@@ -132,7 +133,7 @@ def test_samples_that_lag_too_far_are_drawn_no_more():
     for step in range(40):
         samples = buffer.samples(one.batch(step), step, Streams(0, step))
         ages |= {step - made for made, _ in shown(samples)}
-    assert ages == {0, 1, 2, 3}  # slots are filled every other step
+    assert ages | {2} == {0, 1, 2, 3}  # slots are filled every other step, and in steps 0 and 1
     for _ in range(3):
         buffer.lower_ahead()
     assert int(buffer.state_dict()["reach"]) == 1
@@ -322,11 +323,12 @@ def test_a_run_continues_from_its_checkpoint_bit_for_bit(tmp_path, changes):
         assert sum(row["resampled_groups"] for row in metrics) > 0
 
 
-def test_a_buffer_whose_prompts_have_changed_says_so():
+@pytest.mark.parametrize("captions", [tuple(caption.upper() for caption in MANY), CAPTIONS[:1]])
+def test_a_buffer_whose_prompts_have_changed_says_so(captions):
     one = loader()
     buffer = ExperienceBuffer(Numbered(), HALF, one)
     buffer.samples(one.batch(0), 0, Streams(0, 0))
-    other = loader(tuple(caption.upper() for caption in MANY))
+    other = loader(captions)
     again = ExperienceBuffer(Numbered(), HALF, other)
     again._columns = buffer._columns
     with pytest.raises(UserError, match="the prompts are not those of the samples in the experience buffer"):
@@ -336,7 +338,7 @@ def test_a_buffer_whose_prompts_have_changed_says_so():
 def test_a_buffer_that_is_off_is_not_there():
     one = trainer(None)
     assert not [key for key in one.tensors() if "buffer" in key]
-    assert BufferConfig().slots(5, 8) == set()
+    assert BufferConfig().slots(5, 8, 2) == set()
 
 
 # Settings.
@@ -373,16 +375,16 @@ def test_a_wrong_setting_names_its_key(given, message):
     [
         (BatchPlan(8, 4, 8, 8, ("P",) * 4), 2, {2, 4, 6}),  # four whole groups on each rank
         (BatchPlan(4, 4, 1, 4, ("P",) * 4), 2, {1, 2, 3}),  # every group on both ranks
-        (BatchPlan(8, 4, 4, 8, ("P",) * 4), 2, {4}),  # two updates of two groups on each rank
+        (BatchPlan(8, 4, 4, 8, ("P",) * 4), 2, {2, 4, 6}),  # two updates of two groups on each rank
+        (BatchPlan(16, 4, 8, 8, ("P",) * 4), 8, {8}),  # two updates of one group on each rank
         (BatchPlan(2, 2, 2, 2, ("P",) * 4), 4, set()),  # one sample on each rank
     ],
 )
 def test_every_rank_makes_equally_many_samples(plan, ranks, fitting):
-    found = {
-        n
-        for n in range(1, plan.prompts)
-        if all(
-            plan.is_even(BufferConfig(share=n / plan.prompts).slots(step, plan.prompts), ranks) for step in range(1, 9)
-        )
-    }
+    updates, steps = plan.prompts // plan.prompts_per_update, range(1, plan.prompts + 1)
+    found = set()
+    for n in range(1, plan.prompts):
+        config = BufferConfig(share=n / plan.prompts)
+        if all(plan.is_even(config.slots(step, plan.prompts, updates), ranks) for step in steps):
+            found.add(n)
     assert found == fitting

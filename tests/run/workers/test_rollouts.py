@@ -167,7 +167,7 @@ def test_workers_make_no_samples_in_place_of_stored_ones(ray, ahead, super_batch
     for step in range(6):
         samples = buffer.samples(run.loader.batch(step), step, Streams(0, step))
         made = [max(0, at // super_batch * super_batch - ahead) for at in (step, max(0, step - 1))]
-        slots = [made[1], made[0]] if config.slots(step, 2) == {0} else [made[0], made[1]]
+        slots = [made[1], made[0]] if config.slots(step, 2, 1) == {0} else [made[0], made[1]]
         assert samples.versions.tolist() == [slots[0]] * 2 + [slots[1]] * 2
         shown = samples.rollout.end(range(4))[:, 0, 0, 0, 0].tolist()
         assert shown == pytest.approx([run.start + version for version in samples.versions.tolist()])

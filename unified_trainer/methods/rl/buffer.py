@@ -1,14 +1,13 @@
 """The experience buffer: stored groups of earlier training steps in place of some new ones (a replay buffer).
 
-A stored group goes back to its slot, the place of its prompt in the training step. So no sample travels between ranks,
-and its sample ids are those of no other group of the step. Its samples are samples that lag: they keep their rewards,
-log-densities and versions of the weights, and the noise of the training step that made them.
+A stored group goes back to its slot, the place of its prompt in the training step: no sample travels between ranks, and
+no other group of the step has its sample ids. Its samples lag: they keep rewards, log-densities and versions of the
+weights, and the noise of the training step that made them.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -38,10 +37,11 @@ class BufferConfig:
     order: Literal["random", "newest"] = "random"
     """Which stored group of a slot is taken: any with equal chances, or the newest."""
 
-    def slots(self, step: int, prompts: int) -> set[int]:
-        """Return the slots of stored groups in a training step: evenly spaced, and one further in each step."""
+    def slots(self, step: int, prompts: int, updates: int) -> set[int]:
+        """Return the slots of stored groups in a step: evenly spaced over updates and ranks, and moved each step."""
         count = round(self.share * prompts) if step else 0
-        return {(step + i * prompts // count) % prompts for i in range(count)}
+        numbers = ((step + i * prompts // count) % prompts for i in range(count))  # place by place in their updates
+        return {(n + n // updates) % updates * (prompts // updates) + n // updates for n in numbers}
 
 
 class FreshRows:
@@ -53,8 +53,8 @@ class FreshRows:
     def rows(self, step: int, early: int = 0) -> tuple[list[int], list[int]]:
         """Return the rows and ids of this rank's new samples of a step, as known `early` steps before it."""
         size, (rows, ids) = self._loader.samples_per_prompt, self._loader.rows(step, early)
-        stored = self._config.slots(step, self._loader.samples // size)
-        new = [at for at, i in enumerate(ids) if i // size not in stored]
+        taken = self._config.slots(step, self._loader.samples // size, self._loader.updates)
+        new = [at for at, i in enumerate(ids) if i // size not in taken]
         return [rows[at] for at in new], [ids[at] for at in new]
 
 
@@ -71,7 +71,7 @@ class ExperienceBuffer:
 
     def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
         size = self._loader.samples_per_prompt
-        taken = self._config.slots(step, self._loader.samples // size) if self._columns else set[int]()
+        taken = self._config.slots(step, self._loader.samples // size, self._loader.updates) if self._columns else ()
         slots = [i // size for i in batch.sample_ids]
         made, old = ([row for row, slot in enumerate(slots) if (slot in taken) is stored] for stored in (False, True))
         fresh = self._source.samples(batch.take(made), step, rng)
@@ -87,9 +87,8 @@ class ExperienceBuffer:
         return self._metrics | self._source.metrics()
 
     def lower_ahead(self) -> None:
-        """Make samples less ahead, and draw no more from the oldest groups."""
         self._source.lower_ahead()
-        self._reach.sub_(1).clamp_(min=1)
+        self._reach.sub_(1).clamp_(min=1)  # a slot's oldest groups are drawn no more
 
     def allocate(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Make room for columns of these shapes, of which the first three are known: those that a checkpoint holds."""
@@ -103,8 +102,7 @@ class ExperienceBuffer:
     def state_dict(self) -> dict[str, Tensor]:
         return {"reach": self._reach} | {f"columns/{name}": column for name, column in self._columns.items()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Do nothing: the tensors of `state_dict` are filled in place."""
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...  # the tensors were filled in place
 
     def _at(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return the places of this rank's rows, which come update by update, in the columns."""
@@ -119,8 +117,8 @@ class ExperienceBuffer:
         if transitions := rollout.log_probs.shape[1]:
             states = [rollout.state(number, every) for number in range(transitions + 1)]
             columns |= {"states": torch.stack(states, 1), "log_probs": rollout.log_probs}
-        texts = [crc32(request.identity.encode()) for request in batch.requests]
-        counts = ([step + 1] * len(rows), samples.versions.tolist(), batch.prompt_ids, texts, batch.sample_ids)
+        texts, made_in = map(self._loader.checksum, batch.prompt_ids), [step + 1] * len(rows)
+        counts = (made_in, samples.versions.tolist(), batch.prompt_ids, [*texts], batch.sample_ids)
         columns |= {name: torch.tensor(values) for name, values in zip(COUNTS, counts, strict=True)}
         if not self._columns:
             self.allocate({name: (0, 0, *column.shape) for name, column in columns.items()})
@@ -137,14 +135,16 @@ class ExperienceBuffer:
         index = (*self._at(rows), (-made_in).argsort(1).gather(1, drawn[:, None])[:, 0])
         columns = {name: to_local(column)[index] for name, column in self._columns.items()}
         made, version, prompts, texts, ids = (columns[name] for name in COUNTS)
-        age, x0 = step + 1 - made, columns["x0"]
-        self._metrics["buffer_age"] = float(age.double().mean())
-        batch = self._loader.batch_of(prompts.tolist(), ids.tolist())
-        if [crc32(request.identity.encode()) for request in batch.requests] != texts.tolist():
+        self._metrics["buffer_age"] = float((age := step + 1 - made).double().mean())
+        if [self._loader.checksum(row) for row in prompts.tolist()] != texts.tolist():
             raise UserError("the prompts are not those of the samples in the experience buffer: start with --init-from")
+        batch = self._loader.batch_of(prompts.tolist(), ids.tolist())
         batch = replace(batch, prompt_ids=tuple((prompts + age * STORED).tolist()))
-        whole = Rollout(columns["states"], columns["log_probs"], x0) if "states" in columns else Rollout.from_x0(x0)
+        hosted = isinstance(fresh.rollout, HostRollout)
+        held = columns if hosted else {name: column.to(device) for name, column in columns.items()}
+        x0 = held["x0"]
+        whole = Rollout(held["states"], held["log_probs"], x0) if "states" in held else Rollout.from_x0(x0)
+        kept = HostRollout.of(whole, device) if hosted else whole
         statistics = {name: columns[f"statistics/{name}"].to(device) for name in fresh.scores.statistics}
         scores = Scores(columns["parts"].to(device), statistics, columns["thumbnails"].to(device))
-        kept = HostRollout.of(whole, device) if isinstance(fresh.rollout, HostRollout) else whole.to(device)
         return ScoredSamples(batch, kept, scores, version, dict(zip(ids.tolist(), (made - 1).tolist(), strict=True)))

@@ -44,7 +44,8 @@ def check_buffer(run: RunConfig, batch: BatchPlan, ranks: int) -> None:
         )
 
     def fits(count: int) -> bool:
-        stored = (replace(config, share=count / prompts).slots(step, prompts) for step in range(1, prompts + 1))
+        shared, updates = replace(config, share=count / prompts), prompts // batch.prompts_per_update
+        stored = (shared.slots(step, prompts, updates) for step in range(1, prompts + 1))
         return 0 < count < prompts and all(batch.is_even(slots, ranks) for slots in stored)
 
     count = round(config.share * prompts)

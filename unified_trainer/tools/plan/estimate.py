@@ -155,10 +155,8 @@ def _stored(sizes: Sizes) -> tuple[float, tuple[str, ...]]:
     if not (buffer.share and isinstance(algorithm, RolloutConfig)):
         return 0.0, ()
     size = float(buffer.capacity * sizes.samples * algorithm.kept_states(sizes.run.sampler) * sizes.latent_bytes)
-    return size, (
-        f"experience buffer: {size / 2**30:.3g} GiB of CPU memory on each rank, and in each checkpoint; seconds are of "
-        "steps that make all samples",
-    )
+    words = f"experience buffer: {size / 2**30:.3g} GiB of CPU memory on each rank and of a checkpoint"
+    return size, (f"{words}; seconds are of steps that make all samples",)
 
 
 def _models(run: RunConfig, sequence: int) -> dict[str, Architecture]:
