@@ -21,7 +21,7 @@ from launch import fork_ranks
 pytestmark = pytest.mark.ranks
 
 RANKS = 2
-UPDATES_TWICE = ("crd", "dance_grpo", "dance_ppo")  # in each training step
+UPDATES_TWICE = ("buffer", "crd", "dance_grpo", "dance_ppo")  # in each training step
 
 
 @pytest.fixture(scope="module")

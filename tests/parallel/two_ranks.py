@@ -45,6 +45,8 @@ from unified_trainer.methods.dmd2 import DMD2Config
 from unified_trainer.methods.finetune import FinetuneConfig
 from unified_trainer.methods.flow_dpo import FlowDPO, FlowDPOConfig, OnlineDPO, OnlineDPOConfig
 from unified_trainer.methods.rcm import RCM, RCMConfig
+from unified_trainer.methods.rl.buffer import BufferConfig
+from unified_trainer.methods.rl.rollout_method import with_buffer
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.backbone import Backbone
@@ -74,9 +76,11 @@ MATCHING = DMD2Config(batch_size=4, micro_batch=1, guidance_scale=2.0, student_e
 DYNAMIC_SAMPLING = DanceGRPOConfig(
     **SIZES | {"prompts_per_update": 2}, timestep_fraction=0.5, dynamic_sampling_rounds=2
 )
+# A rank has a group of each update and half of another; each group of the first step is trained on again.
+BUFFERED = DanceGRPOConfig(**SIZES | {"num_prompts": 6, "prompts_per_update": 3}, timestep_fraction=0.5)
 # dmd2_shared: adapters over one base, recomputed activations.
 METHODS = ("finetune", "dance_grpo", "dance_ppo", "dynamic_sampling", "dmd2", "dmd2_shared")
-METHODS += ("dmd2_sid", "dmd2_decoupled", "awm", "crd", "rcm", "flow_dpo", "online_dpo")
+METHODS += ("buffer", "dmd2_sid", "dmd2_decoupled", "awm", "crd", "rcm", "flow_dpo", "online_dpo")
 ONE_UPDATE = SIZES | {"prompts_per_update": 2}
 FORWARD = {  # a method on noised samples: its class and its settings
     "awm": (AWM, AWMConfig(**ONE_UPDATE)),
@@ -104,6 +108,10 @@ def trainer(method: str, mesh: Mesh, *, moves: bool = False) -> Trainer:
         if direction in ("sid", "decoupled"):
             return dmd2(dataclasses.replace(MATCHING, gan_weight=0.0, direction=direction), **recorder)
         return dmd2(MATCHING, shared=shared, checkpointing=shared, **recorder)
+    if method == "buffer":
+        one = dance_grpo(BUFFERED, **recorder)
+        buffer = with_buffer(one.method, BufferConfig(share=0.5, capacity=2))
+        return Trainer(one.method, one.roles, one.loader, mesh, seed=one.seed, buffer=buffer)
     if method == "dynamic_sampling":
         first = dance_grpo(DYNAMIC_SAMPLING).loader.batch(0).prompts[0]
         return dance_grpo(DYNAMIC_SAMPLING, scorer=StubbornScorer({first}), **recorder)
@@ -146,9 +154,10 @@ def on_pairs(config: FlowDPOConfig, *, mesh: Mesh, **recorder) -> Trainer:
 
 
 def gradients(method: str, mesh: Mesh) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """The gradients of the updates of one training step, and its metrics."""
+    """The gradients of the updates of one training step, or of three where samples are stored, and the last metrics."""
     one = trainer(method, mesh)
-    metrics = one.step(0)
+    for step in range(3 if method == "buffer" else 1):
+        metrics = one.step(step)
     flat = {
         f"{name}/{i}/{key}": gradient
         for name, role in one.roles.items()

@@ -114,6 +114,11 @@ class BatchPlan:
         starts = range(rank * share, self.prompts * self.num_samples, per_update)
         return [position for start in starts for position in range(start, start + share)]
 
+    def is_even(self, slots: set[int], ranks: int) -> bool:
+        """Return whether each rank holds equally many samples of some groups, given by position in the step."""
+        held = (self.rank_samples(rank, ranks) for rank in range(ranks))
+        return len({sum(i // self.num_samples in slots for i in own) for own in held}) == 1
+
 
 def largest_divisor(total: int, limit: int) -> int:
     """Return the largest size of at most `limit` that divides `total`."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Protocol, runtime_checkable
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -138,6 +139,10 @@ class Loader:
     def request(self, row: int) -> Request:
         """Return the prompt of a row, and its condition images."""
         return self._source.request(row)
+
+    def checksum(self, row: int) -> int:
+        """Return a number of the prompt and the images of a row, by which changed ones are seen; -1 without the row."""
+        return crc32(self.request(row).identity.encode()) if row < len(self._source) else -1
 
     def prompts(self, steps: int) -> list[str]:
         """Return the negative prompt, and the prompts to encode for the batches that this many steps can hold."""

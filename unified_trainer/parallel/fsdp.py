@@ -146,6 +146,19 @@ def to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
+def zero_rows(shape: Sequence[int], dtype: torch.dtype, mesh: Mesh) -> Tensor:
+    """Return zeros in CPU memory whose rows are divided evenly over the data ranks, in order of `data_rank`.
+
+    The number of rows must be divisible by that of the data ranks. A checkpoint of it loads on another number of ranks.
+    """
+    if mesh.samples is None:
+        return torch.zeros(*shape, dtype=dtype)
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    own = torch.empty(shape[0] // mesh.data_size, *shape[1:], dtype=dtype, device="meta")
+    return torch.zeros_like(DTensor.from_local(own, mesh.samples, [Shard(0), Replicate()]), device="cpu")
+
+
 def first_row(tensor: Tensor) -> int:
     """Return how many rows of a sharded tensor come before this rank's shard; 0 of other tensors."""
     if not is_sharded(tensor) or not tensor.to_local().numel():

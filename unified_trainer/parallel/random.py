@@ -8,7 +8,7 @@ of the data, are drawn by numpy.
 import copy
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -55,6 +55,10 @@ class Streams:
         seed, _ = self._step_key
         return Streams(seed, step, self._device)
 
+    def of_steps(self, steps: Mapping[int, int]) -> "Streams":
+        """Return these streams with the noise of the given keys as it was in their training steps."""
+        return _PastStreams(self, steps) if steps else self
+
     def numbered(self, number: int) -> "Streams":
         """Return the streams of one of several equal draws in a step: other numbers by name, the same `shared`.
 
@@ -85,3 +89,15 @@ class Streams:
         """Return Philox's key and the upper half of its counter for each key."""
         digests = b"".join(_digest(*self._key, name, key) for key in keys)
         return torch.from_numpy(np.frombuffer(digests, "<u4").astype(np.int64).reshape(len(keys), 4))
+
+
+class _PastStreams(Streams):
+    """The random numbers of a training step, in which some keys have the noise of other steps."""
+
+    def __init__(self, rng: Streams, steps: Mapping[int, int]) -> None:
+        vars(self).update(vars(rng))
+        self._rng, self._steps = rng, steps
+
+    def noise(self, name: str, keys: Sequence[int], shape: Sequence[int]) -> Float[Tensor, "b ..."]:
+        streams = [self._rng.of_step(self._steps[key]) if key in self._steps else self._rng for key in keys]
+        return torch.cat([rng.noise(name, [key], shape) for rng, key in zip(streams, keys, strict=True)])

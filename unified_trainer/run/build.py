@@ -25,6 +25,7 @@ from unified_trainer.data.prompts import Prompts
 from unified_trainer.data.raw_clips import encode_videos
 from unified_trainer.data.stored_prompts import use_stored_prompts
 from unified_trainer.methods.rl.rollout_config import RolloutConfig
+from unified_trainer.methods.rl.rollout_method import with_buffer
 from unified_trainer.methods.rl.rollouts import LocalRollouts, Rollouts
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.agreement import assert_equal
@@ -114,7 +115,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None, mirror: Mirror
         run.sampler.negative_prompt,
         run.seed,
         mesh,
-        ahead=run.rollouts.ahead,
+        ahead=run.rollouts.ahead + run.rollouts.super_batch - 1,
         shuffle=run.data.shuffle,
     )
     places = _check_workers(run, plan, roles, workers)
@@ -260,8 +261,9 @@ def _trainer(
     parts |= {} if rollouts is None else {"rollouts": rollouts}
     parts |= {"codec": codec} if plan.method.uses_codec else {}
     copies = {name: role for name, role in roles.items() if isinstance(role, WeightCopy)}
+    method = plan.method(run.algorithm, run.sampler, **roles, **parts)
     return Trainer(
-        plan.method(run.algorithm, run.sampler, **roles, **parts),
+        method,
         {name: role for name, role in roles.items() if isinstance(role, Trainable)},
         loader,
         loader.mesh,
@@ -270,6 +272,7 @@ def _trainer(
         trained_sampler=plain(run)["sampler"] if plan.method.trained_for_sampler else None,
         guards=guards,
         rollouts=rollouts,
+        buffer=with_buffer(method, run.rollouts.buffer) if run.rollouts.buffer.share else None,
     )
 
 

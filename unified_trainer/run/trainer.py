@@ -11,6 +11,7 @@ from unified_trainer.basics.errors import working_on
 from unified_trainer.basics.types import Stateful
 from unified_trainer.data.loader import Loader
 from unified_trainer.methods.base import Loss, Method
+from unified_trainer.methods.rl.buffer import ExperienceBuffer
 from unified_trainer.methods.rl.rollouts import Rollouts
 from unified_trainer.numerics import philox
 from unified_trainer.parallel.mesh import Mesh
@@ -42,11 +43,13 @@ class Trainer:
         trained_sampler: Mapping[str, Any] | None = None,
         guards: Guards | None = None,
         rollouts: Rollouts | None = None,
+        buffer: ExperienceBuffer | None = None,
     ) -> None:
         """`copies` are roles that copy weights, each with the name of the role it copies.
 
         `trained_sampler` is the sampler that the student is trained for, if any: it goes into the checkpoints.
-        `guards` watch the run; by default none does. `rollouts` make the method's samples, if it asks for some.
+        `guards` watch the run; by default none does. `rollouts` make the method's samples, if it asks for some;
+        `buffer` stores them.
         """
         self.method, self.roles, self.loader, self.mesh, self.seed = method, roles, loader, mesh, seed
         self.copies, self.trained_sampler = copies or {}, trained_sampler
@@ -59,6 +62,9 @@ class Trainer:
         self._stateful: dict[str, Stateful] = {**roles, **copied, "loader": loader, "method": method}
         if isinstance(rollouts, Stateful):  # workers that make them ahead of training
             self._stateful[UNDER_WAY] = rollouts
+        self._buffer = buffer
+        if buffer is not None:
+            self._stateful["buffer"] = buffer
 
     def step(self, step: int) -> dict[str, float]:
         """Run one training step: the method's generators in lockstep, with one graph alive at a time."""
@@ -142,6 +148,8 @@ class Trainer:
     def load(self, folder: Path, metadata: Mapping[str, Any]) -> None:
         """Set everything that a checkpoint holds to what it was there."""
         self.pending_validation = PendingValidation.of_checkpoint(metadata, self.roles["student"])
+        if self._buffer is not None:
+            self._buffer.allocate(dcp.shapes(folder, "buffer/columns"))
         state = self.tensors()
         dcp.load(folder, state, self.mesh)
         for name, stateful in self._stateful.items():

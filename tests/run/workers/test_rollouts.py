@@ -13,6 +13,7 @@ from unified_trainer.basics.requests import Request
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
+from unified_trainer.methods.rl.buffer import BufferConfig, ExperienceBuffer, FreshRows
 from unified_trainer.parallel.random import Streams
 from unified_trainer.run.workers.group import WorkerGroup
 from unified_trainer.run.workers.rollouts import RemoteRollouts
@@ -63,13 +64,23 @@ class Run:
     """Training steps that add 1 to the first weight, with samples from workers."""
 
     def __init__(
-        self, ray, ahead: int, plan: BatchPlan = PLAN, check_every: int = 0, trajectories: str = "device"
+        self,
+        ray,
+        ahead: int,
+        plan: BatchPlan = PLAN,
+        check_every: int = 0,
+        trajectories: str = "device",
+        super_batch: int = 1,
+        buffer: BufferConfig | None = None,
     ) -> None:
         self.student, self.scheduler = trainable(), InstantScheduler(ray)
-        self.loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), plan, LATENT_SHAPE, "", 0, ALONE, ahead=ahead)
+        early = ahead + super_batch - 1
+        self.loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), plan, LATENT_SHAPE, "", 0, ALONE, ahead=early)
         group, self.sender = WorkerGroup(self.scheduler, {}), WeightSender(ALONE)
         how = {"size": 3, "ahead": ahead, "check_every": check_every, "trajectories": trajectories}
-        self.rollouts = RemoteRollouts(group, self.student, self.loader, ALONE, self.sender, **how)
+        how["super_batch"] = super_batch
+        rows = self.loader if buffer is None else FreshRows(buffer, self.loader)
+        self.rollouts = RemoteRollouts(group, self.student, rows, ALONE, self.sender, **how)
         self.rollouts.check = self.check
         self.first = next(iter(self.student.weights.values())).data.view(-1)
         self.start = float(self.first[0])
@@ -105,6 +116,66 @@ def test_samples_are_always_as_many_steps_old(ray, ahead, trajectories):
     metrics = run.rollouts.metrics()  # of four samples in two work items, with scores of 4 + 8 bytes and no states
     assert metrics["worker_seconds/rollout"] == 1.0 and metrics["worker_samples_per_second"] == 4.0
     assert metrics["samples_gib"] * 2**30 == 4 * (4 * math.prod(LATENT_SHAPE) + 4 + 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ahead", "size", "expected"),
+    [(0, 3, [0, 0, 0, 3, 3, 3, 6, 6]), (1, 2, [0, 0, 1, 1, 3, 3, 5, 5]), (2, 2, [0, 0, 0, 0, 2, 2, 4, 4])],
+)
+def test_a_super_batch_is_made_by_the_weights_of_one_step(ray, ahead, size, expected):
+    """With `ahead` equal to its size, the next one is asked for as this one begins: a double buffer."""
+    run, asked = Run(ray, ahead, super_batch=size), []
+    for step in range(8):
+        assert run.step(step) == expected[step]
+        asked.append(max(item.step for item in run.scheduler.items))
+    if ahead == size:
+        assert asked == [3, 3, 5, 5, 7, 7, 9, 9]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [1, 2, 3, 4])
+def test_a_resumed_run_makes_the_super_batches_under_way_again(ray, stopped):
+    one, other, resumed = (Run(ray, 2, super_batch=2, check_every=1) for _ in range(3))
+    expected = [one.step(step) for step in range(8)]
+    for step in range(stopped):
+        other.step(step)
+    resumed.first[0] += stopped
+    for name, tensor in (filled := resumed.rollouts.state_dict()).items():
+        tensor.copy_(other.rollouts.state_dict()[name])
+    resumed.rollouts.load_state_dict(filled)
+    assert [resumed.step(step) for step in range(stopped, 8)] == expected[stopped:]
+
+
+@pytest.mark.slow
+def test_failures_decide_the_prompts_of_a_super_batch_before_it_is_asked_for(ray):
+    run = Run(ray, 2, dataclasses.replace(PLAN, by_failures=True), super_batch=2)
+    for step in range(8):
+        run.step(step)
+        run.loader.note_failures([step % 3] * 20)
+    asked = [(item.step, item.version) for item in run.scheduler.items]
+    assert len({*asked}) * 2 == len(asked)  # two work items of each step, none asked for once more
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ahead", "super_batch"), [(1, 1), (2, 2)])
+def test_workers_make_no_samples_in_place_of_stored_ones(ray, ahead, super_batch):
+    """A slot of two is stored from step 1 on; what is made ahead is what the buffer asks for."""
+    config = BufferConfig(share=0.5, order="newest")
+    run = Run(ray, ahead, super_batch=super_batch, buffer=config)
+    buffer = ExperienceBuffer(run.rollouts, config, run.loader)
+    for step in range(6):
+        samples = buffer.samples(run.loader.batch(step), step, Streams(0, step))
+        made = [max(0, at // super_batch * super_batch - ahead) for at in (step, max(0, step - 1))]
+        slots = [made[1], made[0]] if config.slots(step, 2, 1) == {0} else [made[0], made[1]]
+        assert samples.versions.tolist() == [slots[0]] * 2 + [slots[1]] * 2
+        shown = samples.rollout.end(range(4))[:, 0, 0, 0, 0].tolist()
+        assert shown == pytest.approx([run.start + version for version in samples.versions.tolist()])
+        run.first[0] += 1
+    counts = {}
+    for item in run.scheduler.items:
+        counts[item.step] = counts.get(item.step, 0) + len(item.prompts)
+    assert counts.pop(0) == 4 and set(counts.values()) == {2}
 
 
 @pytest.mark.slow

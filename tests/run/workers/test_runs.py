@@ -142,6 +142,18 @@ def test_ahead_of_training_a_run_is_a_function_of_its_settings(ray, tmp_path, dy
     assert metrics_of(present)[2] != metrics_of(first)[2]  # older weights make other samples
 
 
+def test_a_double_buffer_of_super_batches_with_stored_samples_is_a_function_of_its_settings(ray, tmp_path):
+    """Two steps to a super-batch, the next one under way, and half of the groups stored; the other run is resumed."""
+    how = {"super-batch": 2, "ahead": 2, "buffer.share": 0.5, "buffer.capacity": 2}
+    words = [*GRPO, *flags({f"rollouts.{name}": value for name, value in how.items()})]
+    first = run(words, tmp_path / "first", **{"rollouts.workers": 1, "steps": 5})
+    lag = [row.get("train/lag") for row in metrics_of(first)]
+    assert lag[0] is None and lag[1] == 1.0 and lag[4] > 2  # made by the weights of step 2, some groups stored
+    second = run(words, tmp_path / "second", **{"rollouts.workers": 1, "steps": 3})
+    assert main(["--resume", str(second), "--steps", "5", *flags({"rollouts.workers": 2})]) == 0
+    assert_equal_runs(first, second, 5)
+
+
 def test_evaluation_workers_change_no_number(ray, tmp_path, dying, capsys):
     """One, which dies at work, against validations in the training process. Training loads no scorer."""
     validated = {"validate-every": 2, "validation.num-samples": 4, "validation.batch": 2, "validation.num-videos": 1}

@@ -16,7 +16,7 @@ from unified_trainer.data.loader import Loader
 from unified_trainer.methods.base import MethodSetup, Metrics
 from unified_trainer.methods.rl.minibatches import Minibatch, plan_minibatches
 from unified_trainer.methods.rl.rollout_config import RolloutConfig
-from unified_trainer.methods.rl.rollouts import ScoredSamples
+from unified_trainer.methods.rl.rollouts import STORED, ScoredSamples
 from unified_trainer.numerics.advantages import (
     Estimator,
     below_threshold,
@@ -133,7 +133,7 @@ class Groups:
             metrics["frac_below_threshold_groups"] = lows / groups
         if config.failure_below is not None:
             failed = ids[below_threshold(rewards, ids, config.failure_below)].unique().tolist()
-            self._loader.note_failures(failed)
+            self._loader.note_failures(row for row in failed if row < STORED)  # stored groups were counted when made
             metrics["failed_groups"] = len(failed) / groups
         if not skipped:
             return ()

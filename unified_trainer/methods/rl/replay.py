@@ -47,7 +47,8 @@ class Trajectories:
         """Return the rollout of training step `step`."""
         lags = step - samples.versions
         state = _first_states(samples) if same_noise else ()
-        return cls(samples.batch, samples.rollout, window, rng, lags, samples.rollout.log_probs, state)
+        drawn = rng.of_steps(samples.made_in)
+        return cls(samples.batch, samples.rollout, window, drawn, lags, samples.rollout.log_probs, state)
 
     def index(self, s: int) -> int:
         """Return the column of transition s among those of the rollout."""

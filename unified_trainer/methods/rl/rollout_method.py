@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from unified_trainer.basics.types import Batch, Rollout
+from unified_trainer.basics.types import Batch, Rollout, of_kind
 from unified_trainer.data.loader import Loader
 from unified_trainer.methods.base import Method, Metrics
+from unified_trainer.methods.rl.buffer import BufferConfig, ExperienceBuffer
 from unified_trainer.methods.rl.policy import PolicyConfig, sample_policy
 from unified_trainer.methods.rl.policy_update import PolicyUpdate
 from unified_trainer.methods.rl.rollouts import Rollouts, ScoredSamples, lag_metrics
@@ -33,6 +34,10 @@ class RolloutMethod(Method, shared=True):
     def micro_batches(self, batch: Batch) -> list[Batch]:
         return [batch]  # all samples of the rank: they are compared before the first update
 
+    def sample_from(self, rollouts: Rollouts) -> None:
+        """Take the samples from these rollouts."""
+        self.rollouts = rollouts
+
     def roll_out(self, batch: Batch, step: int, rng: Streams, mesh: Mesh, metrics: Metrics) -> ScoredSamples:
         """Sample and score a batch; note how old its samples are, and what they took."""
         samples = self.rollouts.samples(batch, step, rng)
@@ -56,8 +61,7 @@ class PolicyMethod(RolloutMethod, shared=True):
         self.sample_from(self.rollouts)
 
     def sample_from(self, rollouts: Rollouts) -> None:
-        """Take the samples from these rollouts."""
-        self.rollouts = rollouts
+        super().sample_from(rollouts)
         self.update.attach(rollouts)
 
     @staticmethod
@@ -71,3 +75,11 @@ class PolicyMethod(RolloutMethod, shared=True):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.update.load_state_dict(state)
+
+
+def with_buffer(method: Method, config: BufferConfig) -> ExperienceBuffer:
+    """Let a method take its samples from an experience buffer around its rollouts, and return the buffer."""
+    method = of_kind(RolloutMethod, method)
+    buffer = ExperienceBuffer(method.rollouts, config, method.loader)
+    method.sample_from(buffer)
+    return buffer

@@ -5,7 +5,7 @@ A method asks its `Rollouts` for the samples of a step and cannot tell who made 
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -23,6 +23,7 @@ from unified_trainer.parallel.random import Streams
 from unified_trainer.rewards.reward import Reward, Scores
 from unified_trainer.sampling.shared_calls import kept_for_the_next_part
 
+STORED = 2**32  # a group that was made some training steps ago has its prompt id plus that many times this
 Sample = Callable[[Batch, int, Streams], Rollout]  # batch, training step and its random numbers -> rollout
 
 
@@ -37,16 +38,22 @@ class ScoredSamples:
     rollout: KeptRollout
     scores: Scores
     versions: Int[Tensor, " b"]  # of the weights that made each sample; on the CPU
+    made_in: Mapping[int, int] = field(default_factory=dict)  # by sample id, the earlier training step that drew noise
 
     def replaced(self, rows: Sequence[int], others: "ScoredSamples") -> "ScoredSamples":
         """Return these samples with the first of the others in the given rows."""
         order = list(range(len(self.batch)))
         for i, row in enumerate(rows):
             order[row] = len(order) + i
+        return self.joined(others, order)
+
+    def joined(self, others: "ScoredSamples", order: Sequence[int]) -> "ScoredSamples":
+        """Return these rows of both, counted through."""
         rollout = join([self.rollout, others.rollout]).take(order)
         scores = Scores.cat([self.scores, others.scores]).take(order)
         versions = torch.cat([self.versions, others.versions])[order]
-        return ScoredSamples(self.batch.cat(others.batch).take(order), rollout, scores, versions)
+        batch = self.batch.cat(others.batch).take(order)
+        return ScoredSamples(batch, rollout, scores, versions, {**self.made_in, **others.made_in})
 
 
 Check = Callable[[ScoredSamples, Streams, str], None]  # samples of a worker, their random numbers, and its name

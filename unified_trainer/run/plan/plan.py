@@ -41,7 +41,7 @@ from unified_trainer.run.plan.roles import RolePlan, check_roles, left_at_base, 
 from unified_trainer.run.plan.shift import note_shift
 from unified_trainer.run.plan.sparse import check_sparse
 from unified_trainer.run.registry import family_of, method_named
-from unified_trainer.run.settings.batch import batch_of, sizes, with_fitting_batch
+from unified_trainer.run.settings.batch import batch_of, check_buffer, sizes, with_fitting_batch
 from unified_trainer.run.settings.command_line import replaced_by_checkpoint
 from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe, recipes
 from unified_trainer.run.tracking.external import check_tracking
@@ -136,6 +136,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     run, fitted = with_fitting_batch(run, mesh.data_size)
     batch, roles = batch_of(run), _roles(run, method, mesh)
     family, folder = family_of("student", roles["student"].path)
+    check_buffer(run, batch, mesh.data_size)
     latent_shape, validation_shape = _latent_shapes(run, family, folder)
     prompts = prompt_files(run, images=family.images(folder)[1] > 0)
     clips = read_clips(run, family, folder, latent_shape)

@@ -8,12 +8,12 @@ from unified_trainer.run.plan.roles import weight_shapes
 
 
 def store_bytes(plan: RunPlan) -> int:
-    """Return the bytes of samples and weights of `rollouts.ahead` + 1 training steps, and of one validation.
+    """Return the bytes of samples and weights of all training steps under way, and of one validation.
 
     Samples are float32 states and ends. Scores, log-densities and videos are small beside them and are left out.
     """
     run, config = plan.run, plan.run.rollouts
-    steps, total = config.ahead + 1, 0
+    steps, total = config.ahead + config.super_batch, 0
     if config.workers and isinstance(run.algorithm, RolloutConfig):
         samples = plan.batch.prompts * plan.batch.num_samples
         states = max(1, run.algorithm.kept_states(run.sampler))

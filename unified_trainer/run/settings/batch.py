@@ -6,6 +6,7 @@ from dataclasses import replace
 from unified_trainer.basics.errors import UserError
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.ramp_up import ramped
+from unified_trainer.methods.rl.policy import PolicyConfig
 from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.rewards.scorers import group_scorer
 from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe
@@ -28,6 +29,35 @@ def batch_of(run: RunConfig) -> BatchPlan:
             f"({algorithm.num_samples}), because {key} compares the samples of a prompt"
         )
     return replace(batch, whole_groups=True)
+
+
+def check_buffer(run: RunConfig, batch: BatchPlan, ranks: int) -> None:
+    """Raise ConfigError for an experience buffer that does not fit the batch, its ranks or what a rollout keeps."""
+    config, algorithm, prompts = run.rollouts.buffer, run.algorithm, batch.prompts
+    if not config.share:
+        return
+    if isinstance(algorithm, PolicyConfig) and len(algorithm.windows(run.sampler)) > 1:
+        raise ConfigError(
+            "rollouts.buffer.share must be 0 with a window that moves, because stored samples have the transitions of "
+            "their own window: set algorithm.window.size 0, or algorithm.noise_range to one place of the window"
+        )
+    if run.reward.statistics_every != 1:
+        raise ConfigError(
+            "rollouts.buffer.share needs reward.statistics_every 1: stored samples are measured when made"
+        )
+
+    def fits(count: int) -> bool:
+        shared, updates = replace(config, share=count / prompts), prompts // batch.prompts_per_update
+        stored = (shared.slots(step, prompts, updates) for step in range(1, prompts + 1))
+        return 0 < count < prompts and all(batch.is_even(slots, ranks) for slots in stored)
+
+    count = round(config.share * prompts)
+    if abs(config.share * prompts - count) > 1e-6 or not fits(count):
+        fitting = ", ".join(f"{n / prompts:.6g}" for n in range(1, prompts) if fits(n)) or "none is, raise it"
+        raise ConfigError(
+            f"rollouts.buffer.share {config.share:g} of {batch.keys[0]} ({prompts}) must be whole groups, of which "
+            f"each of {ranks} ranks has equally many in all training steps: {fitting}"
+        )
 
 
 def with_fitting_batch(run: RunConfig, ranks: int) -> tuple[RunConfig, str]:
@@ -55,6 +85,7 @@ def starts_on(run: RunConfig, ranks: int) -> bool:
     try:
         degrees = run.parallel.degrees(ranks)
         batch_of(run).table(ranks // degrees.sequence)
+        check_buffer(run, batch_of(run), ranks // degrees.sequence)
     except UserError:
         return False
     return True

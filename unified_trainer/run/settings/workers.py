@@ -2,13 +2,14 @@
 
 import importlib
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from unified_trainer.basics.effects import CONTACTS
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import MAY_CHANGE, MOST, Count, CountOrZero, Minutes, PeriodOrZero, above, at_least
 from unified_trainer.basics.versions import install
+from unified_trainer.methods.rl.buffer import BufferConfig
 
 Transport = Literal["object_store", "nixl"]
 
@@ -37,6 +38,11 @@ class WorkerConfig:
     ahead: CountOrZero = 0
     """Training steps that samples are made ahead of training, with weights that are as many steps old. 0 makes them
     with the present weights; 1 lets sampling and training overlap."""
+    super_batch: Count = 1
+    """Training steps whose samples workers make as one super-batch, with the weights of one step, `ahead` steps before
+    the first of them. With rollouts.ahead equal to it the next super-batch is made while this one is trained on: a
+    double buffer (experimental)."""
+    buffer: BufferConfig = field(default_factory=BufferConfig)
     transport: Annotated[Transport, MAY_CHANGE] = "object_store"
     """How weights travel to workers: through Ray's object store, or nixl: workers read them straight from the memory of
     the training processes' devices (experimental; needs CUDA devices or CPUs). The numbers are the same."""
@@ -95,8 +101,10 @@ class WorkerConfig:
             raise UserError(f"rollouts.offload: the training processes of this run make no rollouts: {way_out}")
         if self.transport == "nixl" and not (self.workers or self.evaluation_workers):
             raise UserError("rollouts.transport nixl needs rollouts.workers or rollouts.evaluation_workers above 0")
-        for name in ("ahead", "reward_workers"):
-            if getattr(self, name) and not self.workers:
+        if self.buffer.share and not sampled:
+            raise UserError(f"rollouts.buffer.share must be 0 for {method}, which makes no rollouts that can be stored")
+        for name, off in (("ahead", 0), ("super_batch", 1), ("reward_workers", 0)):
+            if getattr(self, name) != off and not self.workers:
                 raise UserError(f"rollouts.{name} needs rollouts.workers above 0")
         if self.ranks > 1 and not self.reward_workers:
             raise UserError("rollouts.ranks above 1 needs rollouts.reward_workers above 0: such workers hold no scorer")

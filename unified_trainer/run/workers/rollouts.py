@@ -14,6 +14,7 @@ from torch import Tensor
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Batch
 from unified_trainer.data.loader import Loader
+from unified_trainer.methods.rl.buffer import FreshRows
 from unified_trainer.methods.rl.kept_rollout import HostRollout, KeptRollout, join
 from unified_trainer.methods.rl.rollout_config import TrajectoryPlace
 from unified_trainer.methods.rl.rollouts import Check, ScoredSamples
@@ -36,8 +37,9 @@ Ordered = list[tuple[WorkItem, Any]]  # a work item, and the scheduler's reply t
 
 
 class RemoteRollouts:
-    """The samples of step k come from the weights after max(0, k - ahead) steps, whoever makes them and whenever.
+    """The samples of step k come from the weights after max(0, k' - ahead) steps, whoever makes them and whenever.
 
+    k' is the first step of the super-batch of step k, and k itself without super-batches.
     A run is therefore a function of its settings and of `ahead`: the number of workers, their speed, kills and resumes
     change no number. It is the capacity rule of AReaL (arXiv:2505.24298) at equality, in whole training steps. A method
     may lower `ahead`; samples that are under way by then keep the weights that they were ordered with.
@@ -50,19 +52,20 @@ class RemoteRollouts:
         self,
         group: WorkerGroup,
         role: Trainable | WeightCopy,
-        loader: Loader,
+        loader: Loader | FreshRows,
         mesh: Mesh,
         sender: WeightSender,
         *,
         size: int,
         ahead: int,
         check_every: int,
+        super_batch: int = 1,
         trajectories: TrajectoryPlace = "device",
     ) -> None:
         """Make at most `size` samples as one work item, and check those of a worker every `check_every` steps."""
         self._sender, self._place = sender, trajectories
         self._group, self._role, self._loader, self._mesh = group, role, loader, mesh
-        self._size, self._ahead, self._check_every = size, ahead, check_every
+        self._size, self._ahead, self._check_every, self._super_batch = size, ahead, check_every, super_batch
         self._checked: dict[str, int] = {}  # the training step in which samples of a worker were checked last
         self._step = -1  # the training step that asked last
         self._versions: dict[int, int] = {}  # of the weights that make the samples of this step and of later ones
@@ -70,9 +73,9 @@ class RemoteRollouts:
         self._published = -1
         self._packing = ThreadPoolExecutor(1)  # in the order of versions, while training goes on
         self._sent: dict[int, Future[None]] = {}  # versions on their way to the scheduler
-        # The weights of this rank before each of the last `ahead` steps, newest first: a resumed run makes the samples
-        # that were under way again.
-        self._past = [cpu_copy(role.weights) for _ in range(ahead)]
+        # The weights of this rank before each of the steps that samples under way may lag, newest first: a resumed run
+        # makes them again.
+        self._past = [cpu_copy(role.weights) for _ in range(ahead + super_batch - 1)]
         self._metrics: dict[str, float] = {}
         self._received = 0  # samples of this step
 
@@ -82,8 +85,9 @@ class RemoteRollouts:
             self._step, self._metrics, self._received = step, {}, 0
             self._versions = {later: version for later, version in self._versions.items() if later >= step}
             self._ordered = {later: ordered for later, ordered in self._ordered.items() if later >= step}
-        for later in range(step, step + self._ahead + 1):
-            self._versions.setdefault(later, max(0, later - self._ahead))
+        size = self._super_batch
+        for later in range(step, ((step + self._ahead) // size + 1) * size):
+            self._versions.setdefault(later, max(0, later // size * size - self._ahead))
         for later, version in self._versions.items():
             if later not in self._ordered:
                 self._publish(version, step)

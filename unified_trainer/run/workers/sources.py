@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import Loader
+from unified_trainer.methods.rl.buffer import FreshRows
 from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.reward import RewardSum
@@ -27,18 +28,19 @@ def remote_rollouts(
     loader: Loader,
     mesh: Mesh,
 ) -> RemoteRollouts:
-    """Return the samples of rollout workers."""
+    """Return the samples of rollout workers, which make none in place of stored ones."""
     kind = ReplicaSender if run.rollouts.ranks > 1 else WeightSender
     sender = kind(mesh, run.rollouts.transport, role.bf16_weights)
     return RemoteRollouts(
         workers,
         role,
-        loader,
+        FreshRows(run.rollouts.buffer, loader) if run.rollouts.buffer.share else loader,
         mesh,
         sender,
         size=algorithm.rollout_batch,
         ahead=run.rollouts.ahead,
         check_every=run.rollouts.check_every,
+        super_batch=run.rollouts.super_batch,
         trajectories=algorithm.trajectories,
     )
 

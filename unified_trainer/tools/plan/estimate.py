@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.models.base import PassSize, Shape
 from unified_trainer.parallel.device import CARD_KIND
 from unified_trainer.parallel.meter import Pass
@@ -15,7 +16,7 @@ from unified_trainer.run.plan.length import with_steps
 from unified_trainer.run.plan.plan import check_sampling, check_settings
 from unified_trainer.run.plan.roles import check_families, check_heads
 from unified_trainer.run.registry import method_named
-from unified_trainer.run.settings.batch import batch_of, with_fitting_batch
+from unified_trainer.run.settings.batch import batch_of, check_buffer, with_fitting_batch
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.validation.samples import samples_of_rank
 from unified_trainer.tools.plan.architecture import HPSV3_WEIGHTS, Architecture, architecture_of
@@ -102,6 +103,7 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     run, fitted = with_fitting_batch(run, data_ranks)
     check_settings(run, method)
     run = with_steps(run, batch_of(run), _rows(run)) if run.epochs else run
+    check_buffer(run, batch_of(run), data_ranks)
     run = replace(run, encoders=run.encoders.on(CARD_KIND if run.device == "auto" else run.device))
     models = _models(run, sequence)
     check_sound(run, models["student"].family)
@@ -126,6 +128,7 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     share = counts.repeats / counts.steps
     passes = [(call, _flops(call, sizes, counts)) for call in counts.passes]
     inside, across = _sent(counts, sizes)
+    stored, told = _stored(sizes)
     prompts = table["prompts"] / data_ranks * run.steps if run.trains_on == "prompts" else 0
     return Estimate(
         run=run,
@@ -144,8 +147,8 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
         encoded=prompts * models["student"].encode_flops,
         inside=inside,
         across=across,
-        checkpoint=sum(network.stored for network in held_networks(counts, sizes).values()),
-        notes=(*filter(None, [fitted]), *assumed, *notes),
+        checkpoint=sum(network.stored for network in held_networks(counts, sizes).values()) + data_ranks * stored,
+        notes=(*filter(None, [fitted]), *assumed, *notes, *told),
     )
 
 
@@ -156,6 +159,16 @@ def _rows(run: RunConfig) -> int:
     if run.trains_on == "clips" and run.data.path == "tiny":
         return run.data.num_clips
     raise UserError(f"--epochs {run.epochs}: plan counts the rows of --prompts alone; give --steps")
+
+
+def _stored(sizes: Sizes) -> tuple[float, tuple[str, ...]]:
+    """Return the bytes of the experience buffer on one rank, and a note on them."""
+    buffer, algorithm = sizes.run.rollouts.buffer, sizes.run.algorithm
+    if not (buffer.share and isinstance(algorithm, RolloutConfig)):
+        return 0.0, ()
+    size = float(buffer.capacity * sizes.samples * algorithm.kept_states(sizes.run.sampler) * sizes.latent_bytes)
+    words = f"experience buffer: {size / 2**30:.3g} GiB of CPU memory on each rank and of a checkpoint"
+    return size, (f"{words}; seconds are of steps that make all samples",)
 
 
 def _models(run: RunConfig, sequence: int) -> dict[str, Architecture]:
