@@ -1,7 +1,4 @@
-"""Everything that mission.toml names starts: by its command line, up to where weights would be read, or as a real run.
-
-An entry with `since` is of a part that is not here yet. Until then it must be refused, so that nobody forgets the word.
-"""
+"""Everything that mission.toml names starts: by its command line, up to where weights would be read, or as a real run."""
 
 import json
 import re
@@ -18,7 +15,6 @@ from forked import program
 from helpers import ALONE, REPO, WAN, refused
 
 from unified_trainer.__main__ import COMMANDS, command_named, main
-from unified_trainer.basics.errors import UserError
 from unified_trainer.run import build
 from unified_trainer.run.plan.plan import RunPlan, check
 from unified_trainer.run.settings.command_line import parse
@@ -50,7 +46,6 @@ class Named:
     start: str
     seen: tuple[str, ...]
     after: str = ""
-    since: str = ""
     runs: bool = False
     ranks: int = 1
 
@@ -89,8 +84,7 @@ def mission() -> Iterator[Named]:
 
 
 NAMED = list(mission())
-HERE, COMING = ([thing for thing in NAMED if bool(thing.since) == later] for later in (False, True))
-READY = [thing for thing in HERE if not thing.after and thing.ranks == 1]  # need no run before
+READY = [thing for thing in NAMED if not thing.after and thing.ranks == 1]  # need no run before
 
 
 class Checked(Exception):
@@ -157,7 +151,7 @@ def test_its_command_takes_these_words(thing, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("thing", [thing for thing in HERE if thing.runs], ids=str)
+@pytest.mark.parametrize("thing", [thing for thing in NAMED if thing.runs], ids=str)
 def test_it_runs(thing, folder):
     before = [words_of(f"{thing.after} --checkpoint-every 1", folder, "before")] if thing.after else []
     for words in (*before, words_of(thing.start, folder)):
@@ -180,12 +174,3 @@ def test_each_thing_is_observed_somehow():
         assert all(seen.split()[0] in KINDS for seen in thing.seen), thing
         assert thing.seen or thing.is_command, thing
         assert thing.runs or not (thing.after or thing.ranks > 1), thing  # else nothing starts it
-        assert thing.since in ("", "objectives", "length", "buffer"), thing
-
-
-@pytest.mark.parametrize("thing", COMING, ids=str)
-def test_what_is_not_here_yet_is_refused(thing, folder):
-    """So that no entry stays behind its word `since` when its part has come: delete the word then."""
-    words = words_of(thing.start, folder)
-    with pytest.raises(UserError):
-        apply(command_named(words[0]), words[1:])() if thing.is_command else parse(words)
