@@ -1,4 +1,4 @@
-"""Everything that mission.toml names starts: by its command line, up to where weights would be read, or as a real run."""
+"""Everything that mission.toml names starts: its command line up to where weights would be read, or a real run."""
 
 import json
 import re
