@@ -36,6 +36,10 @@ def check_buffer(run: RunConfig, batch: BatchPlan, ranks: int) -> None:
     config, algorithm, prompts = run.rollouts.buffer, run.algorithm, batch.prompts
     if not config.share:
         return
+    if batch.ramp:
+        raise ConfigError(
+            "rollouts.buffer.share must be 0 where ramp_up lets the batch grow: a stored group belongs to a place in it"
+        )
     if isinstance(algorithm, PolicyConfig) and len(algorithm.windows(run.sampler)) > 1:
         raise ConfigError(
             "rollouts.buffer.share must be 0 with a window that moves, because stored samples have the transitions of "
