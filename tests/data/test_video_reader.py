@@ -177,7 +177,7 @@ def test_bad_files_are_named(tmp_path):
         stream.pix_fmt, stream.height, stream.width = "yuv420p", 32, 32
         container.mux(stream.encode(av.VideoFrame.from_ndarray(quarters(1, 32, 32)[0], format="rgb24")))
         container.mux(stream.encode())
-    with pytest.raises(VideoError, match=r"raw\.mp4: cannot be decoded \(a frame has no time stamp\)"):
+    with pytest.raises(VideoError, match=r"raw\.mp4: cannot be decoded \(Invalid argument\)"):
         read_clip(tmp_path / "raw.mp4", size)
 
 
@@ -190,3 +190,21 @@ def test_clips_come_in_order_each_with_its_video(tmp_path, workers):
     assert [video for video, _ in read] == videos
     assert isinstance(read[2][1], VideoError) and str(read[2][1]).endswith("absent.mkv: no such file")
     assert [int(clip[0, 0, 0, 0]) // 5 for _, clip in read if not isinstance(clip, VideoError)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ffconcat version 1.0\nfile real.mp4\n",
+        "#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nreal.mp4\n#EXT-X-ENDLIST\n",
+    ],
+    ids=["concat", "hls"],
+)
+def test_a_list_of_files_is_no_video(tmp_path, text):
+    """FFmpeg would open the files that it names."""
+    write_mp4(np.zeros((9, 32, 32, 3), np.uint8), tmp_path / "real.mp4", 8.0)
+    size = VideoConfig(frames=1, height=32, width=32)
+    assert read_clip(tmp_path / "real.mp4", size).shape == (1, 32, 32, 3)
+    (tmp_path / "list.mp4").write_text(text)
+    with pytest.raises(VideoError, match="cannot be decoded"):
+        read_clip(tmp_path / "list.mp4", size)

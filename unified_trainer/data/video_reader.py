@@ -19,6 +19,8 @@ from unified_trainer.basics.types import Video
 from unified_trainer.data.captioned import PICTURES, CaptionedVideo
 from unified_trainer.data.clips import VideoConfig
 
+# FFmpeg's readers of playlists, which have no place here, open the files that a playlist names.
+CONTAINERS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi", "protocol_whitelist": "file"}
 ROUNDING = Fraction(1, 500)  # seconds by which a container may round time stamps
 TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
 
@@ -37,7 +39,7 @@ def read_clip(file: Path, size: VideoConfig) -> np.ndarray:
     if file.suffix.lower() in PICTURES:
         return _image(file, size)
     try:
-        with av.open(str(file)) as container:
+        with av.open(str(file), options=CONTAINERS) as container:
             if not container.streams.video:
                 raise VideoError(f"{file}: holds no video")
             frames = _sample(container, size)

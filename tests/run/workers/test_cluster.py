@@ -2,7 +2,9 @@
 
 import math
 import re
+import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import psutil
@@ -136,3 +138,15 @@ def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch, error):
     with pytest.raises(UserError, match="no Ray cluster can be reached, or started on this machine") as caught:
         cluster._init("local")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_a_raylet_that_dies_is_said_while_it_is_needed(monkeypatch, capsys, needed):
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: needed))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as raylet:
+        watching = threading.Thread(target=cluster._say_if_it_dies, args=(psutil.Process(raylet.pid),))
+        watching.start()
+        raylet.kill()
+        watching.join(60)
+    assert not watching.is_alive()
+    assert capsys.readouterr().err.startswith("error: Ray ended on this machine") == needed

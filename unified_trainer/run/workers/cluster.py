@@ -66,6 +66,8 @@ def connect(config: RayConfig, cores: float, mesh: Mesh | None = None, *, store:
     elif is_main:
         more = {"object_store_memory": store} if store > OF_MEMORY * psutil.virtual_memory().total else {}
         _init("local", num_cpus=max(psutil.cpu_count() or 1, math.ceil(cores)), include_dashboard=False, **more)
+        for raylet in (child for child in psutil.Process().children() if child.name() == "raylet"):
+            threading.Thread(target=_say_if_it_dies, args=(raylet,), name="raylet", daemon=True).start()
     if mesh is not None and not alone:
         address = mesh.broadcast(_address() if is_main else "")
         if not is_main:
@@ -99,6 +101,16 @@ def _init(address: str, **how: Any) -> None:
             f"ray.address {address}: no Ray cluster can be reached, or started on this machine ({said}); start one "
             "with `ray start --head`, or leave ray.address out to use this machine alone"
         ) from error
+
+
+def _say_if_it_dies(raylet: psutil.Process) -> None:
+    """Wait for the end of the Ray of this machine; say so if the run needs it, which Ray itself then ends soon."""
+    import ray
+
+    raylet.wait()
+    if ray.is_initialized():
+        why = "its raylet was killed, perhaps for want of memory"
+        sys.stderr.write(f"error: Ray ended on this machine ({why}): continue the run with --resume\n")
 
 
 def _address() -> str:
