@@ -260,6 +260,13 @@ def test_validate_only_without_validations_is_refused(capsys):
 # Checkpoints.
 
 
+def test_a_run_that_was_saved_with_one_switch_of_offload_has_both(tmp_path):
+    saved = tmp_path / "config.yaml"
+    saved.write_text("recipe: tiny\nmethod: dmd2\nparallel: {offload: true}\n")
+    parallel = parse(["--config", str(saved)]).parallel
+    assert (parallel.offload_weights, parallel.offload_optimizer) == (True, True)
+
+
 @pytest.mark.parametrize(("every", "saved"), [("2", [2, 3]), ("0", [3]), ("-1", [])])
 def test_which_steps_are_saved(run_folder, every, saved):
     run("finetune", run_folder, "--steps", "3", "--checkpoint-every", every, "--keep-last", "9")

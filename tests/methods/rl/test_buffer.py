@@ -343,6 +343,8 @@ def test_a_buffer_that_is_off_is_not_there():
 
 # Settings.
 
+GROWING = ["--ramp-up.start", "16", "--ramp-up.increment", "16", "--ramp-up.samples", "64"]
+
 
 @pytest.mark.parametrize(
     ("given", "message"),
@@ -356,6 +358,10 @@ def test_a_buffer_that_is_off_is_not_there():
         (
             ["--rollouts.buffer.share", ".5", "--algorithm.window.size", "1"],
             r"share must be 0 with a window that moves",
+        ),
+        (
+            ["--rollouts.buffer.share", ".5", *GROWING],
+            r"share must be 0 where ramp_up lets the batch grow",
         ),
         (
             ["--rollouts.buffer.share", ".5", "--reward.statistics-every", "2"],

@@ -38,6 +38,7 @@ from unified_trainer.run.settings.settings import Setting, settings_of
 
 OBJECTIVE_KIND = "algorithm.objective.kind"
 ROLLED_OUT_KEYS = {f"sampler.chunks.{name}" for name in ROLLED_OUT}
+OFFLOAD = "parallel.offload"  # in configs that were saved before it became two switches
 # A count of a run, and the share of its data or of its updates that decides it where it is given.
 SHARES = {"steps": "epochs", "warmup_updates": "warmup_ratio", "lr_decay_updates": "lr_decay_ratio"}
 
@@ -108,6 +109,8 @@ def before_flags(argv: Sequence[str]) -> RunConfig:
     sources = _Sources.read(argv)
     saved = flat(read_yaml(sources.saved, "" if sources.resumed else "--config")) if sources.saved else {}
     saved = run_paths.located(saved, sources.saved.parent) if sources.saved else saved
+    if OFFLOAD in saved:
+        saved |= dict.fromkeys(("parallel.offload_weights", "parallel.offload_optimizer"), saved.pop(OFFLOAD))
     name = sources.method or str(saved.get("method", "dance_grpo"))
     if str(saved.get("method", name)) != name:
         raise ConfigError(f"{sources.saved} is a run of {saved['method']}, not of {name}: leave --method out")
