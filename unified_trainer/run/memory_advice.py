@@ -37,7 +37,7 @@ def advice(run: RunConfig) -> list[str]:
             settings.append(f"train an adapter: --{name}.adapter.rank 16")
         if config.precision == "fp32":
             settings.append(f"set --{name}.precision bf16")
-    if not run.parallel.offload_optimizer:
+    if not (run.parallel.offload_optimizer or all(config.adapter.rank for config in trained.values())):
         settings.append("keep moments in CPU memory: --parallel.offload-optimizer")
     if not run.parallel.offload_weights:
         settings.append("use more ranks with --parallel.shard, or --parallel.offload-weights")

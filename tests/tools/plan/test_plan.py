@@ -260,3 +260,17 @@ def test_auto_counts_compiled_blocks_on_cards_and_not_on_an_npu():
     uncompiled, compiled = (traffic("--student.compile", value) for value in ("False", "True"))
     assert compiled < uncompiled
     assert traffic() == compiled and traffic("--device", "npu") == traffic("--device", "cpu") == uncompiled
+
+
+def test_epochs_of_prompts_are_counted_and_those_of_clips_are_asked_for(tmp_path):
+    """100 prompts in steps of 64; a batch that grows takes more steps and as many samples."""
+    (tmp_path / "prompts.txt").write_text("".join(f"prompt {i}\n" for i in range(100)))
+    words = ["--recipe", "wan2.1-1.3b", "--method", "dance_grpo", "--validate-every", "0", "--epochs", "16"]
+    words += ["--prompts", str(tmp_path / "prompts.txt")]
+    rising = ["--ramp-up.start", "64", "--ramp-up.increment", "64", "--ramp-up.samples", "3200"]
+    whole, grown = estimate(parse(words), 8), estimate(parse([*words, *rising]), 8)
+    card = read_hardware("8xH100")
+    assert whole.run.steps == 25 < grown.run.steps
+    assert grown.hours(card) == pytest.approx(whole.hours(card), rel=0.05)
+    with pytest.raises(UserError, match="plan counts the rows of --prompts alone"):
+        estimate(parse(["--recipe", "wan2.1-1.3b", "--method", "finetune", "--epochs", "2"]), 8)

@@ -265,8 +265,9 @@ def _check_length(run: RunConfig, batch: BatchPlan, roles: Mapping[str, RolePlan
     if run.epochs:
         check_method(run, configs, roles)
     if batch.ramp:
+        smaller = {name: count for name, count in sizes(batch.at(0)).items() if name in vars(run.algorithm)}
         try:
-            check_method(replace(run, algorithm=replace(run.algorithm, **sizes(batch.at(0)))), configs, roles)
+            check_method(replace(run, algorithm=replace(run.algorithm, **smaller)), configs, roles)
         except UserError as error:
             raise ConfigError(f"ramp_up.start {run.ramp_up.start}: {error}") from error
     if batch.by_failures and not run.data.shuffle:

@@ -352,9 +352,9 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
     scorers = [key.split(".")[2] for key in saved if key.startswith("reward.scorers.")]
     defaults = flat(plain(type(run)(reward=RewardConfig(scorers=dict.fromkeys(scorers, ScorerConfig())))))
     new, old = flat(plain(run)), saved
+    old = {key: value for key, value in defaults.items() if key in new} | old  # a setting newer than the saved file
     if run.epochs:
         new["steps"] = old["steps"]  # follows from them
-    old = {key: value for key, value in defaults.items() if key in new} | old  # a setting newer than the saved file
     keys = sorted(old.keys() | new.keys())
     different = [key for key in keys if old.get(key) != new.get(key)]
     changed = {key: masked(f"{key}: {old.get(key)!r} -> {new.get(key)!r}") for key in different}

@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.data.prompts import prompts_of, training_captions
 from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.models.base import PassSize, Shape
 from unified_trainer.parallel.device import CARD_KIND
 from unified_trainer.parallel.meter import Pass
 from unified_trainer.roles.blocks import may_compile
 from unified_trainer.roles.role import TrainableConfig
-from unified_trainer.run.plan.data import check_sound, check_video, prompt_files
+from unified_trainer.run.plan.data import check_sound, check_video
 from unified_trainer.run.plan.length import with_steps
 from unified_trainer.run.plan.plan import check_sampling, check_settings
 from unified_trainer.run.plan.roles import check_families, check_heads
@@ -155,7 +156,7 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
 def _rows(run: RunConfig) -> int:
     """Return the number of prompts or clips of an epoch, of those that are quick to count."""
     if run.trains_on == "prompts" and run.prompts:
-        return len(prompt_files(run, images=False)["--prompts"].requests)
+        return len(prompts_of(run.prompts, training_captions(), "--prompts", run.prompts_column).requests)
     if run.trains_on == "clips" and run.data.path == "tiny":
         return run.data.num_clips
     raise UserError(f"--epochs {run.epochs}: plan counts the rows of --prompts alone; give --steps")
