@@ -79,6 +79,22 @@ def test_the_objective_of_the_guide_trains_and_resumes_bit_for_bit(run_folder, m
     assert "width: 0.002" in (halves / "config.yaml").read_text()
 
 
+def test_an_objective_of_a_received_config_is_asked_about_before_it_is_executed(tmp_path, monkeypatch, capsys):
+    (tmp_path / "bounded.py").write_text(f"open('EXECUTED', 'w').close()\n{GUIDE}")
+    (tmp_path / "config.yaml").write_text("method: dance_grpo\nalgorithm: {objective: {kind: 'bounded.py:Bounded'}}\n")
+    monkeypatch.chdir(tmp_path)
+    said = refused(capsys, "--config", "config.yaml")
+    assert "algorithm.objective.kind" in said and "bounded.py:Bounded" in said and "--trust" in said
+    assert not (tmp_path / "EXECUTED").exists()
+
+
+def test_a_parameter_of_an_objective_is_a_number(tmp_path, monkeypatch):
+    (tmp_path / "bounded.py").write_text(GUIDE.replace("width: Positive = 1e-3", 'file: str = "x"'))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"file is declared as <class 'str'>; a parameter of an objective is a number"):
+        parse(["--method", "dance_grpo", KIND, "bounded.py:Bounded"])
+
+
 BROKEN = {
     "is a function of nothing": "return advantage",
     "has another shape": "return (log_ratio * advantage).sum()",
