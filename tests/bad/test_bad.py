@@ -420,7 +420,7 @@ def test_special_tokens_in_captions(tmp_path, program, monkeypatch, subtests):
             program([*FINETUNE, *size, "--data.path", str(path), *given], words)
 
 
-def _stop_after_the_plan(run, mesh, output):
+def _stop_after_the_plan(run, mesh, output, mirror):
     check(run, mesh)
     raise UserError("the plan is sound")
 
