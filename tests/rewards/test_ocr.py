@@ -87,9 +87,7 @@ def test_the_edit_distance_is_the_recursive_one(left, right):
 
 def test_its_packages_are_named_before_training(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        UserError, match=r"reward: ocr needs rapidocr and onnxruntime: pip install 'unified-trainer\[ocr"
-    ):
+    with pytest.raises(UserError, match=r"reward: ocr needs rapidocr and onnxruntime: pip install -e '.*\[ocr\]'"):
         check_reward(RewardConfig(kind="ocr"), 1)
     with pytest.raises(UserError, match="ocr has no weights"):
         check_reward(RewardConfig(scorers={"ocr": ScorerConfig(path="x")}), 1)
