@@ -21,7 +21,7 @@ from unified_trainer.run.settings.command_line import parse
 
 MODELS = {"Wan2.1-T2V-1.3B-Diffusers": "wan2.1-1.3b", "Wan2.2-T2V-A14B-Diffusers": "wan2.2-a14b"}
 STEPS = {"20": "1", "40": "2", "100": "1", "500": "2"}  # in a page: here
-SHORT = ["--steps", "1", "--checkpoint-every", "1", "--validate-every", "1"]
+SHORT = ["--checkpoint-every", "1", "--validate-every", "1"]
 SHORT += ["--validation.num-samples", "2", "--validation.num-videos", "1"]
 SMALL = ["--video.frames", "5", "--video.height", "32", "--video.width", "32"]
 CLIPS = ["--data.num-clips", "4"]  # of the tiny world, whose size is that of the video
@@ -47,7 +47,14 @@ def shortened(words: list[str]) -> list[str]:
         words[at] = STEPS[words[at]]
     if "--resume" in words or "--config" in words:
         return words
-    return [*SHORT, *(GROUPS if "dance_grpo" in words else PAIRS), *(CLIPS if "finetune" in words else SMALL), *words]
+    length = [] if "--epochs" in words or "--steps" in words else ["--steps", "1"]
+    return [
+        *length,
+        *SHORT,
+        *(GROUPS if "dance_grpo" in words else PAIRS),
+        *(CLIPS if "finetune" in words else SMALL),
+        *words,
+    ]
 
 
 def run(line: str) -> None:

@@ -415,7 +415,9 @@ class Own(Finetune):
 def test_a_table_shows_no_control_character_and_no_password():
     text = question("--config", config(checkpoint_mirror="s3://me:hidden@bucket/\x1b[2Jx"))
     assert "\x1b" not in text and "hidden" not in text and "\\x1b" in text
-    assert not question("--config", config(checkpoint_mirror="s3://me:hidden@bucket"), "--trust")
+    words = ["--config", config(checkpoint_mirror="s3://me:hidden@bucket"), "--trust"]
+    with asking(words) as rest, pytest.raises(UserError, match="the address holds a password"):
+        parse(rest)
     assert "hidden" not in trust._file().read_text()
 
 

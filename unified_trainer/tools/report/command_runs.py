@@ -11,7 +11,6 @@ from rich.text import Text
 
 from unified_trainer.basics.errors import MissingFileError
 from unified_trainer.basics.terminal import console, printable
-from unified_trainer.run.checkpoint.restore import outline
 from unified_trainer.run.tracking.tracker import VALIDATED
 from unified_trainer.tools.report.metrics_reader import MetricsReader
 from unified_trainer.tools.report.run_folder import METRICS, RunFolderUnreadableError, RunRecord, find_runs
@@ -37,6 +36,8 @@ def runs(folder: Annotated[str, tyro.conf.Positional] = "runs") -> None:
     """
     if "://" not in folder:
         return _list(Path(folder), folder)
+    from unified_trainer.run.checkpoint.restore import outline  # takes a while: most lists are of folders here
+
     with TemporaryDirectory() as copied:
         below = Path(copied, folder.rstrip("/").rpartition("/")[2])
         below.mkdir(exist_ok=True)
