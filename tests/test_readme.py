@@ -48,6 +48,8 @@ def shortened(words: list[str]) -> list[str]:
     if "--resume" in words or "--config" in words:
         return words
     length = [] if "--epochs" in words or "--steps" in words else ["--steps", "1"]
+    if "--ramp-up.start" in words:  # of 8 samples, by 8
+        return [*SHORT, "--algorithm.batch-size", "16", *CLIPS, *words]
     return [
         *length,
         *SHORT,
