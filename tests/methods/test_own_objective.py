@@ -12,6 +12,8 @@ from unified_trainer.run import registry
 from unified_trainer.run.settings.command_line import parse, with_settings
 from unified_trainer.run.settings.config import plain
 
+pytestmark = pytest.mark.slow  # seconds together
+
 KIND = "--algorithm.objective.kind"
 (GUIDE,) = re.findall(
     r"```python\n# bounded.py\n(.*?)```", (REPO / "docs" / "extend.md").read_text(encoding="utf-8"), re.S

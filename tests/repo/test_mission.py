@@ -119,6 +119,7 @@ def started(words: list[str], monkeypatch) -> RunPlan:
     return reason.value.plan
 
 
+@pytest.mark.slow  # together
 @pytest.mark.parametrize("thing", [thing for thing in READY if not thing.is_command], ids=str)
 def test_it_starts_up_to_where_weights_are_read(thing, folder, monkeypatch, capsys):
     words = words_of(thing.start, folder)
@@ -143,6 +144,7 @@ def is_the_same(value: object, word: str) -> bool:
         return str(value) in (word, f"file://{word}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("thing", [thing for thing in READY if thing.is_command], ids=str)
 def test_its_command_takes_these_words(thing, folder):
     """`plan` reads no weights and is called; the others are given their settings."""

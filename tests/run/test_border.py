@@ -21,6 +21,8 @@ from unified_trainer.basics.read_code import ReadModules
 from unified_trainer.basics.trust import asking
 from unified_trainer.run.settings.command_line import parse, read_reward
 
+pytestmark = pytest.mark.slow  # seconds together
+
 SCORE = "def score(videos, prompts):\n    return videos[:, 0].flatten(1).mean(1)\n"
 EVIL = f"open('EXECUTED', 'w').close()\n{SCORE}"
 URL, OTHER = "http://127.0.0.1:9", "http://127.0.0.2:9"

@@ -19,6 +19,8 @@ from unified_trainer.run.settings.command_line import parse
 from unified_trainer.tools.report.run_folder import read_run
 from unified_trainer.tools.report.status import status_of
 
+pytestmark = pytest.mark.slow  # seconds together
+
 GOLDEN = json.loads((REPO / "tests" / "golden" / "runs.json").read_text(encoding="utf-8"))
 CONTINUES = "streaming_tuning"  # the method whose samples go on from step to step
 NEVER = ("--validate-every", "0")

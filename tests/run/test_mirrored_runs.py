@@ -17,6 +17,8 @@ from unified_trainer.__main__ import main
 from unified_trainer.run.checkpoint import remote_folder
 from unified_trainer.run.settings.auto_resume import without_auto
 
+pytestmark = pytest.mark.slow  # seconds together
+
 WORDS = [*SMALL["finetune"], "--checkpoint-every", "1", "--validate-every", "0", "--student.ema-decay", "0.5"]
 
 

@@ -353,6 +353,7 @@ GROWING = ["--ramp-up.start", "16", "--ramp-up.increment", "16", "--ramp-up.samp
             ["--rollouts.buffer.share", ".3"],
             r"share 0\.3 of algorithm\.num_prompts \(16\) must be whole groups.*: 0\.0625, ",
         ),
+        (["--rollouts.buffer.capacity", "8"], r"buffer\.order need rollouts\.buffer\.share above 0"),
         (["--rollouts.buffer.share", ".01"], r"share 0\.01 of algorithm\.num_prompts"),
         (["--rollouts.buffer.share", "1"], r"rollouts\.buffer\.share"),
         (

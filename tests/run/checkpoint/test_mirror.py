@@ -499,6 +499,7 @@ def life(run: Path, url: str, dies_at: int) -> int:
         os._exit(code)
 
 
+@pytest.mark.slow
 def test_killed_at_every_operation_a_mirror_holds_a_whole_checkpoint(tmp_path, unchecked, capsys):
     """Bit for bit, with the settings, and with the metrics up to it; and its run goes on with the mirror."""
     states = {1: [state(1.0)], 2: [state(2.0), state(2.5)], 3: [state(3.0)]}

@@ -12,6 +12,8 @@ from unified_trainer.run.settings.config import flat, plain, run_class
 from unified_trainer.run.settings.flags import choices
 from unified_trainer.run.settings.settings import settings_of
 
+pytestmark = pytest.mark.slow  # seconds together
+
 PAGE = (REPO / "docs" / "running.md").read_text(encoding="utf-8")
 SECTION = PAGE.split("### Names of other trainers")[1].split("\n## ")[0]
 ROWS = [

@@ -23,6 +23,7 @@ def chunks_of(recipe: str, method: str) -> dict[str, object]:
     return merged(sections["common"], sections.get(method, {})).get("sampler", {}).get("chunks", {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tiny", "wan2.1-1.3b"])
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_every_method_keeps_its_own_way_to_roll_out(monkeypatch, recipe, name):

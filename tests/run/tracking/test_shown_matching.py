@@ -30,6 +30,8 @@ from unified_trainer.run.tracking.rollouts import check_rollouts
 sys.path.insert(0, str(REPO / "scripts"))
 import make_golden_runs
 
+pytestmark = pytest.mark.slow  # seconds together
+
 CONFIG = DMD2Config(batch_size=4, micro_batch=1, guidance_scale=2.0, student_every=1)
 NAMES = ["x", "x_tau", "real", "fake", "g"]
 

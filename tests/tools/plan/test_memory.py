@@ -27,6 +27,7 @@ def test_a_loss_is_left_out_if_another_covers_each_of_its_passes():
     assert _largest_losses([small, small[:1]]) == [small, small[:1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
 def test_weights_and_moments_leave_the_card_each_by_its_own_switch(moments):
     """Weights 4 bytes and gradients 4, moments 8 or 4 bytes for each trained weight, over 8 shards."""

@@ -262,6 +262,7 @@ def test_auto_counts_compiled_blocks_on_cards_and_not_on_an_npu():
     assert traffic() == compiled and traffic("--device", "npu") == traffic("--device", "cpu") == uncompiled
 
 
+@pytest.mark.slow
 def test_epochs_of_prompts_are_counted_and_those_of_clips_are_asked_for(tmp_path):
     """100 prompts in steps of 64; a batch that grows takes more steps and as many samples."""
     (tmp_path / "prompts.txt").write_text("".join(f"prompt {i}\n" for i in range(100)))

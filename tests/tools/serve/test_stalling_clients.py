@@ -16,6 +16,8 @@ from unified_trainer.tools.serve import web_server
 from unified_trainer.tools.serve.page_server import Answer, Pages
 from unified_trainer.tools.serve.web_server import serving
 
+pytestmark = pytest.mark.slow  # seconds together
+
 HALF = b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Half: "
 HALF_A_BODY = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9999\r\n\r\n{"
 LARGE = 2**23  # bytes, more than a connection's buffers hold

@@ -193,8 +193,11 @@ class PolicyConfig(TrainedStepsConfig):
             raise UserError("sampler.chunks.context_noise must be 0: the replay attends to clean chunks")
 
     def _check_objective(self) -> None:
-        if not self.kl_coefficient and (self.kl_target or self.kl_in == "reward"):
-            raise UserError("algorithm.kl_target and algorithm.kl_in reward need algorithm.kl_coefficient above 0")
+        if not self.kl_coefficient and (self.kl_target or self.kl_in == "reward" or self.kl_estimate != "exact"):
+            raise UserError(
+                "algorithm.kl_target, algorithm.kl_in reward and algorithm.kl_estimate need algorithm.kl_coefficient "
+                "above 0"
+            )
         self._check_correction()
         self._check_gain()
         if not self.normalised and (self.guard or self.step_weight == "equal" or self.clip_velocity):

@@ -35,6 +35,8 @@ def check_buffer(run: RunConfig, batch: BatchPlan, ranks: int) -> None:
     """Raise ConfigError for an experience buffer that does not fit the batch, its ranks or what a rollout keeps."""
     config, algorithm, prompts = run.rollouts.buffer, run.algorithm, batch.prompts
     if not config.share:
+        if config != type(config)():
+            raise ConfigError("rollouts.buffer.capacity and rollouts.buffer.order need rollouts.buffer.share above 0")
         return
     if batch.ramp:
         raise ConfigError(
