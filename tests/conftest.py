@@ -18,6 +18,7 @@ import pytest
 LONGEST = {
     "test_examples.py",
     "test_expert_commands.py",
+    "test_invariance.py",
     "test_kill.py",
     "test_meshes.py",
     "test_not_finite.py",
@@ -54,6 +55,7 @@ def pytest_collection_finish():
 
 def pytest_addoption(parser):
     parser.addoption("--odd-values", type=int, default=0, help="values of each file that test_odd_configs.py tries")
+    parser.addoption("--all-cells", action="store_true", help="run every cell of test_invariance.py, each alone")
     parser.addoption("--kills", type=int, default=0, help="how often test_kill.py kills each run; 0 is a few times")
     parser.addoption("--kills-first", type=int, default=0, help="number of the first life that is killed")
 
