@@ -12,10 +12,9 @@ from pathlib import Path
 import invariant_runs
 import pytest
 import torch
-from helpers import ALONE, REPO, checkpoint_of, free_port, metrics_of, refused
+from helpers import REPO, checkpoint_of, free_port, metrics_of, refused
 from invariant_runs import CHANGES, REFUSED, STEPS, VARIANTS, Change, start, words
 
-from unified_trainer.data.loader import Loader
 from unified_trainer.run.registry import METHODS
 
 sys.path.insert(0, str(REPO / "tests" / "parallel"))

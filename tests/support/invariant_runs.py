@@ -17,7 +17,7 @@ from helpers import cut_off, flags, small_pipeline
 from unified_trainer.__main__ import main
 from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.roles.role import TrainableConfig
-from unified_trainer.run.registry import METHODS, method_named
+from unified_trainer.run.registry import method_named
 from unified_trainer.run.settings.command_line import parse
 
 STEPS = 3
