@@ -4,6 +4,7 @@ A package that is installed beside this one offers methods, model families, scor
 entry points of the groups unified_trainer.methods, .families, .scorers and .objectives.
 """
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -76,6 +77,12 @@ def digest_of(files: Mapping[str, bytes]) -> str:
 
 def installed(kind: Literal["methods", "families", "scorers", "objectives"]) -> dict[str, str]:
     """Return what installed packages offer, by name, as package.module:NAME."""
+    return _installed(kind, tuple(sys.path))
+
+
+@functools.cache
+def _installed(kind: str, _: tuple[str, ...]) -> dict[str, str]:
+    """Read what all packages of an import path declare, which takes 30 ms."""
     return {point.name: point.value for point in entry_points(group=f"unified_trainer.{kind}")}
 
 
