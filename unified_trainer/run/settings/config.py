@@ -1,6 +1,7 @@
 """The settings of a run: a frozen typed tree, how it is saved, and what may differ when a run is resumed."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -391,6 +392,12 @@ def recipes() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
+@functools.cache
+def _packaged(file: Path) -> dict[str, Any]:
+    """Read a recipe of this package once: one run asks for it a dozen times."""
+    return read_yaml(file, "--recipe")
+
+
 def load_recipe(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the sections of a recipe: `fits`, `common` and one for each method; ConfigError for an unknown name.
 
@@ -401,7 +408,7 @@ def load_recipe(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     if file.suffix != ".yaml":
         must_know("--recipe", name, recipes())
         file = RECIPES / f"{name}.yaml"
-    own = read_yaml(file, "--recipe")
+    own = dict(_packaged(file) if file.parent == RECIPES else read_yaml(file, "--recipe"))
     base = own.pop("base", "")
     if not isinstance(base, str) or base in (name, *above):
         raise ConfigError(f"--recipe {file}: base must name another recipe, not {base!r}")

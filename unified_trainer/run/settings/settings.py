@@ -72,14 +72,13 @@ def settings_of(tree: Any, prefix: str = "") -> Iterator[Setting]:
             if argument.annotation in (RunFlags, AllRunFlags):
                 continue
             positional = tyro.conf.Positional in typing.get_args(argument.annotation)
-            kind, limits = declared[name]
+            kind, limits, _ = declared[name]
             yield Setting(name, kind, argument.default, tree, positional, limits)
         return
     owner: Any = type(tree)
     declared = _declared(owner)
     for field in dataclasses.fields(tree):
-        value, key, (kind, limits) = getattr(tree, field.name), f"{prefix}{field.name}", declared[field.name]
-        effect = effect_of(hints(owner)[field.name])
+        value, key, (kind, limits, effect) = getattr(tree, field.name), f"{prefix}{field.name}", declared[field.name]
         if dataclasses.is_dataclass(value):
             yield from settings_of(value, f"{key}.")
         elif isinstance(value, dict) and dataclasses.is_dataclass(typing.get_args(kind)[-1]):
@@ -99,11 +98,12 @@ def hints(owner: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def _declared(owner: Any) -> dict[str, tuple[Any, Range | None]]:
-    """Return the type and the range of each field or argument; marks stay where a flag is repeatable by one."""
+def _declared(owner: Any) -> dict[str, tuple[Any, Range | None, Effect | None]]:
+    """Return type, range and effect of each field or argument; a flag that is repeatable by a mark keeps its marks."""
     marked, bare = hints(owner), typing.get_type_hints(owner)
     repeatable = {name for name, kind in marked.items() if tyro.conf.UseAppendAction in typing.get_args(kind)}
-    return {name: (kind if name in repeatable else bare[name], range_of(kind)) for name, kind in marked.items()}
+    kinds = {name: kind if name in repeatable else bare[name] for name, kind in marked.items()}
+    return {name: (kinds[name], range_of(kind), effect_of(kind)) for name, kind in marked.items()}
 
 
 def may_change(tree: Any, key: str) -> bool:
