@@ -19,13 +19,13 @@ COUNTS = (1, 2, 4, 8)
 HEAD = f"""# Hardware
 
 `python scripts/write_hardware_page.py` writes this page from [`plan`](scale.md#sizing), with unchanged recipes.
-Nothing here was measured on an accelerator: memory is computed, seconds and hours are estimated. Blocks are assumed to be compiled
-([`compile: auto`](performance.md#activations-and-compiled-blocks)).
+Nothing here was measured on an accelerator: memory is computed, seconds and hours are estimated. Blocks are assumed
+to be compiled ([`compile: auto`](performance.md#activations-and-compiled-blocks)).
 
-Each cell is for 8 cards: memory per rank in GiB, seconds per training step and wall time of the whole run in hours. If a run does
-not fit, the cell has only the memory, in parentheses; `plan` names the settings that lower it. The last column is the smallest
-hardware on which the unchanged recipe fits: the smallest number of cards ({", ".join(map(str, COUNTS))} were tried), and for this number the kind of card
-with the least memory.
+Each cell is for 8 cards: memory per rank in GiB, seconds per training step and wall time of the whole run in hours.
+If a run does not fit, the cell has only the memory, in parentheses; `plan` names the settings that lower it. The last
+column is the smallest hardware on which the unchanged recipe fits: the smallest number of cards, tried with
+{", ".join(map(str, COUNTS))}, and for this number the kind of card with the least memory.
 """
 
 

@@ -147,7 +147,7 @@ class Report:
         self.videos = min(config.num_videos, own)  # first samples that have a video, all of the main rank
 
     def joined(self, parts: Sequence[Measured], first: int) -> Measured:
-        """Join what was measured of samples from number `first` on; only videos that may be written stay in memory."""
+        """Join what was measured of samples from number `first` on; videos that cannot be written are dropped."""
         columns = {name: torch.cat([part.columns[name] for part in parts]) for name in parts[0].columns}
         kept = self._shown(columns, first)
         return Measured(columns, {i: clip for part in parts for i, clip in part.clips.items() if i in kept})
@@ -165,10 +165,7 @@ class Report:
     def result(
         self, columns: Mapping[str, Tensor], clips: Mapping[int, np.ndarray], folder: Path, step: int
     ) -> "ValidationResult":
-        """Return the metrics of all samples; the main rank writes them and the clips into `folder`.
-
-        Rows after those of the samples are left out: ranks made them to be together.
-        """
+        """Return the metrics of all samples, without padding; the main rank writes them and clips into `folder`."""
         columns = {name: rows[: len(self._requests)] for name, rows in columns.items()}
         rows_of_vectors = (THUMBNAILS, FEATURES, REAL)  # stay in float32
         exact = {
@@ -236,10 +233,7 @@ def write_samples(
     fps: float,
     sheet: Path | None,
 ) -> str | None:
-    """Write what people look at: the clips of the first samples, and rows of all; return what went wrong.
-
-    No number depends on it. `requests` are those of the samples, in order.
-    """
+    """Write the clips of the first samples, and rows of all samples, which `requests` made; return what went wrong."""
     shown = list(zip(clips, samples, requests, strict=False))  # the first samples
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -36,10 +36,9 @@ class Measured:
 
 
 def batches(config: ValidationConfig, ranks: int) -> list[list[range]]:
-    """Return for each of as many data ranks the samples of its batches, equally many a rank, in order.
+    """Return for each data rank the samples of its batches, in order.
 
-    Ranks that share weights must make equally many passes: where they do not divide the samples, the last ranks also
-    make samples of numbers from `num_samples` on, which `Report` leaves out.
+    Ranks that share weights must make equally many passes, so the last ones pad with numbers from `num_samples` on.
     """
     count = samples_of_rank(config.num_samples, ranks)
     shares = [range(rank * count, (rank + 1) * count) for rank in range(ranks)]

@@ -23,10 +23,9 @@ from unified_trainer.run.workers.workers import received
 
 
 class RemoteValidation:
-    """Sends the student's weights to evaluation workers, which make and measure the batches that ranks would make.
+    """Sends the student's weights, each rank its part, to evaluation workers, which make and measure the batches.
 
-    Each rank sends its part of the weights. The main rank alone asks and writes; the others get the metrics, which
-    guards decide by.
+    The main rank alone asks and writes; the others get the metrics, by which guards decide.
     """
 
     def __init__(

@@ -197,8 +197,7 @@ def _frechet(
 def _speed(rows: Sequence[Measured]) -> dict[str, list[list[float]]]:
     """Return samples per second of generation, without decoding, and network calls of a sample.
 
-    The speed is the median over batches without the first one, which loads kernels and the text: where a checkpoint has
-    one batch, there is none.
+    The speed is the median over batches without the first one, which loads kernels; with one batch there is none.
     """
     calls = {CALLS: [[float(row.calls)] for row in rows]}
     batches = [torch.tensor(row.seconds[1:], dtype=torch.float64) for row in rows]

@@ -15,8 +15,7 @@ from unified_trainer.tools.report.run_folder import Curve, RunRecord
 def chart_groups(runs: Sequence[RunRecord], most: int) -> list[dict[str, Any]]:
     """Return the groups of the glossary with their charts.
 
-    A chart has a title, traces (run, label, steps, values, healthy range), whether they are parts of a sum, and whether
-    all are constant and healthy. One run
+    A chart has a title, traces (run, label, steps, values, healthy range) and whether they are parts of a sum. One run
     has several metrics in a chart where the glossary says so; several runs have one metric in a chart. A longer curve
     than `most` points keeps the extremes and the end of equal stretches, and what is outside of the healthy range.
     """
@@ -43,10 +42,6 @@ def _charts(
         for i, run in enumerate(runs):
             if name in run.curves:
                 chart["traces"].append(_trace(i, run.curves[name], healthy[i].get(name), most))
-    for chart in charts.values():
-        values = [value for trace in chart["traces"] for value in trace["values"]]
-        alike = len(values) > 1 and values[0] is not None and len({*values}) == 1
-        chart["constant"] = alike and not any(trace["departed"] for trace in chart["traces"])
     return list(charts.values())
 
 

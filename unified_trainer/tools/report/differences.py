@@ -60,10 +60,7 @@ def _is_absent(key: str, run: RunRecord) -> bool:
 
 
 def differing(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
-    """Return the settings that are not equal in all runs, with their value in each; None where a run lacks it.
-
-    Settings of a group, such as a role, that one of the runs does not have at all are left out.
-    """
+    """Return the settings that differ, with the value in each run or None, of groups (such as roles) that all have."""
     groups = set.intersection(*({key.partition(".")[0] for key in run.config} for run in runs))
     keys = dict.fromkeys(key for run in runs for key in run.config if key.partition(".")[0] in groups)
     values = {key: [run.config.get(key) for run in runs] for key in keys}

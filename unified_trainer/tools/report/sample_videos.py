@@ -25,8 +25,7 @@ class SampleVideos:
     def over_time(self, runs: Sequence[Sequence[ValidationRecord]], limit: float) -> dict[str, Any]:
         """Return steps, and rows of one prompt, seed and sample with a card for every run and step.
 
-        `limit` is the size of all videos together, in bytes; it may be infinite. Samples with a video in some of the
-        validations only, such as the best and the worst ones, have no row; those of the last one are in the page.
+        `limit` is the size of all videos in bytes, or infinite. Samples without a video in a validation have no row.
         """
         rows: dict[tuple[int, int, str], dict[str, Any]] = {}
         steps: set[int] = set()
@@ -57,7 +56,7 @@ class SampleVideos:
         cards = [self.card(sample) for sample in last.samples if sample.video in self._positions]
         rows = []
         for name in dict.fromkeys(name for card in cards for name in card["scores"]):
-            ranked = sorted((c for c in cards if c["scores"][name] is not None), key=lambda c: -c["scores"][name])
+            ranked = sorted((c for c in cards if c["scores"].get(name) is not None), key=lambda c: -c["scores"][name])
             count = min(EXTREMES, len(ranked) // 2)
             best, worst = ranked[:count], ranked[len(ranked) - count :][::-1]
             rows.append({"scorer": name, "step": last.step, "of": len(last.samples), "best": best, "worst": worst})

@@ -162,6 +162,12 @@ function after(made, before, parent) {
   return made;
 }
 
+// Whether all values of a chart are equal, and none left its healthy range.
+function isConstant(chart) {
+  const values = chart.traces.flatMap((trace) => trace.values);
+  return values.length > 1 && values[0] !== null && values.every((value) => value === values[0]) && chart.traces.every((trace) => !trace.departed.length);
+}
+
 // Shows the charts of the groups: those that are there get new values, others a place of their own.
 function place(groups) {
   let group_before = null;
@@ -178,6 +184,7 @@ function place(groups) {
     }
     group_before = details;
     const before = { true: null, false: null }; // the last card of the constant charts, and of the others
+    for (const chart of group.charts) chart.constant = isConstant(chart);
     for (const chart of group.charts) {
       const parent = details.querySelector(chart.constant ? ".folded .charts" : ".charts");
       let one = charts.find((other) => other.chart.title === chart.title);
