@@ -39,6 +39,7 @@ def test_the_extremes_of_parts_hold_those_of_all_samples(batch, share):
         kept |= held.clips
     assert wanted <= kept.keys() and all(kept[number] == number for number in kept)
     totals = 3 * scores[:, 0] - 2 * scores[:, 1]
+    assert {totals.max().item(), totals.min().item()} <= {*totals[sorted(wanted)].tolist()}
     others = totals[[number for number in range(12) if number not in wanted]]
     extremes = totals[sorted(wanted - {0, 1})]
     assert len(extremes) >= 2 and not ((extremes > others.min()) & (extremes < others.max())).any()
