@@ -18,14 +18,14 @@ CARDS = ("H100", "H200", "A100", "B200", "RTX4090", "RTX5090")
 COUNTS = (1, 2, 4, 8)
 HEAD = f"""# Hardware
 
-`python scripts/write_hardware_page.py` writes this page from [`plan`](scale.md#sizing), with the recipes as they are.
-Nothing here was measured on an accelerator: memory is computed, seconds and hours are estimated.
-Seconds are those of compiled blocks ([`compile: auto`](performance.md#activations-and-compiled-blocks)).
+`python scripts/write_hardware_page.py` writes this page from [`plan`](scale.md#sizing), with unchanged recipes.
+Nothing here was measured on an accelerator: memory is computed, seconds and hours are estimated. Blocks are assumed
+to be compiled ([`compile: auto`](performance.md#activations-and-compiled-blocks)).
 
-A cell holds, for 8 cards, the memory of a rank in GiB, the seconds of a training step and the hours of the whole run on
-the clock; a run that does not fit has its memory alone, in parentheses. `plan` names the settings that lower it.
-The smallest hardware is the smallest number of equal cards, of {", ".join(map(str, COUNTS))}, on which the recipe fits
-without a change, and of the cards of that number the one with the least memory.
+Each cell is for 8 cards: memory per rank in GiB, seconds per training step and wall time of the whole run in hours.
+If a run does not fit, the cell has only the memory, in parentheses; `plan` names the settings that lower it. The last
+column is the smallest hardware on which the unchanged recipe fits: the smallest number of cards, tried with
+{", ".join(map(str, COUNTS))}, and for this number the kind of card with the least memory.
 """
 
 

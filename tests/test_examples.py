@@ -161,6 +161,13 @@ def test_streaming(tmp_path):
 # Two nodes, both on this machine.
 
 
+def test_the_job_of_slurm_asks_for_cores_and_gives_them_to_its_ranks():
+    """Slurm gives a task one core by default, and srun does not take the number from sbatch."""
+    text = (EXAMPLES / "slurm.sh").read_text()
+    cores, cards = (int(re.search(rf"#SBATCH --{name} (\d+)", text)[1]) for name in ("cpus-per-task", "gpus-per-node"))
+    assert cores >= 4 * cards and 'srun --cpus-per-task "$SLURM_CPUS_PER_TASK"' in text
+
+
 @pytest.mark.ranks
 def test_two_launchers_make_one_run(tmp_path):
     """Slurm's own commands stand in: srun starts the command on both nodes, scontrol names the first host."""
@@ -168,7 +175,7 @@ def test_two_launchers_make_one_run(tmp_path):
     programs.mkdir()
     scripts = {
         "scontrol": "echo localhost; seq -f elsewhere-%g 10000",  # more names than a pipe holds
-        "srun": '("$@" --output runs/two) & "$@" --output runs/two; wait $!',
+        "srun": '[ "$2" = 16 ]; shift 2; ("$@" --output runs/two) & "$@" --output runs/two; wait $!',
     }
     for name, text in scripts.items():
         (programs / name).write_text(f"#!/usr/bin/env bash\nset -e\n{text}\n")
@@ -177,6 +184,7 @@ def test_two_launchers_make_one_run(tmp_path):
         "SLURM_JOB_NUM_NODES": 2,
         "SLURM_JOB_NODELIST": "nodes[1-2]",
         "SLURM_JOB_ID": 7,
+        "SLURM_CPUS_PER_TASK": 16,
         "GPUS": 1,
         "PORT": free_port(),
     }

@@ -34,10 +34,14 @@ PAGES = ("README.md", "docs/start.md", "docs/running.md")
 
 def readme_lines() -> list[str]:
     """The lines of the pages' shell blocks behind the installation, continuations joined."""
-    text = "\n".join((REPO / page).read_text(encoding="utf-8") for page in PAGES)
-    blocks = re.findall(r"```sh\n(.*?)```", text, re.S)[1:]
+    return lines_of("\n".join((REPO / page).read_text(encoding="utf-8") for page in PAGES), 1)
+
+
+def lines_of(text: str, first: int = 0) -> list[str]:
+    """The commands of a text's shell blocks from a number on."""
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.S)[first:]
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line for line in lines if line.strip() and not line.startswith("#")]
+    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
 def shortened(words: list[str]) -> list[str]:
@@ -116,3 +120,29 @@ def test_the_commands_run_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     assert len(list((tmp_path / "videos").glob("*.mp4"))) == 9
     assert (tmp_path / "streamed" / "0.mp4").is_file()
     assert (tmp_path / "encoded" / "clips-00000.parquet").is_file()
+
+
+@pytest.mark.slow
+def test_own_videos_lead_to_a_causal_student(tmp_path, monkeypatch):
+    """The commands of docs/own_videos.md for a causal student, from the fine-tuning on, with the tiny world's model."""
+    monkeypatch.chdir(tmp_path)
+    real_folder(tmp_path / "clips")
+    steps, causal = (REPO / "docs" / "own_videos.md").read_text(encoding="utf-8").split("## A causal student")
+    lines = [*lines_of(steps)[:2], *lines_of(causal)]
+    assert [shlex.split(line)[0] for line in lines] == [
+        "torchrun",
+        "python",
+        "torchrun",
+        "torchrun",
+        "python",
+        "python",
+    ]
+    for line in lines:
+        line = line.replace("wan2.1-1.3b", "tiny").replace("Wan2.1-T2V-1.3B-Diffusers", "tiny").replace("241", "21")
+        line = line.replace("chunk-frames 3", "chunk-frames 1")  # latent frames of the tiny world's self_forcing
+        words = shlex.split(line)
+        words = words[words.index("unified_trainer") + 1 :]
+        small = ["--steps", "1", *SHORT, *SMALL, *PAIRS] if words[0] == "--method" else []
+        assert main([*words, *small]) == 0, line
+    assert (tmp_path / "streamed" / "0.mp4").is_file() and (tmp_path / "causal-student").is_dir()
+    assert (tmp_path / "runs" / "sft-causal" / "config.yaml").read_text().count("sft-model") == 1

@@ -97,3 +97,12 @@ def test_every_failure_names_its_tests():
     for row in rows:
         names = re.findall(r"`(test_\w+)`", row)
         assert names and set(names) <= tests, row
+
+
+def test_metrics_of_the_troubleshooting_page_are_documented():
+    """A symptom is confirmed by a metric that runs write: names with an underscore in its second column."""
+    lines = (REPO / "docs" / "troubleshooting.md").read_text(encoding="utf-8").splitlines()
+    cells = [line.split(" | ")[1] for line in lines if line.startswith("| ") and line.count(" | ") == 2]
+    named = {name for cell in cells for name in re.findall(r"`([a-z]+(?:[_/][a-z]+)+)`", cell)}
+    settings = {"max_grad_norm"}
+    assert len(named) > 15 and undocumented(named - settings) == []

@@ -429,3 +429,74 @@ def test_functions_a_document_names_exist(path):
         "max",
     }
     assert called - foreign <= known_names()
+
+
+def defined_in(path: Path) -> set[str]:
+    """Every name that a file of the package defines: functions, classes, attributes and module constants."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    named = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    targets = [node.target for node in nodes if isinstance(node, ast.AnnAssign)]
+    targets += [target for node in nodes if isinstance(node, ast.Assign) for target in node.targets]
+    return named | {ast.unparse(target).removeprefix("self.") for target in targets}
+
+
+CODE_LINK = re.compile(r"\[`([\w.]+)[^`]*`\]\(([\w./]+\.py)\)")
+
+
+@each(DOCUMENTS, name_of)
+def test_code_that_a_document_links_to_is_in_that_file(path):
+    """A link `Class.member` or `function` to a source file: the file defines the last part, and a class before it."""
+    for name, target in CODE_LINK.findall(path.read_text(encoding="utf-8")):
+        *owners, last = name.split(".")
+        wanted = {last, *(owner for owner in owners if owner[0].isupper())}
+        names = {Path(target).name} if last == "py" else defined_in(path.parent / target)
+        assert (Path(name).name if last == "py" else last) in names and (last == "py" or wanted <= names), name
+
+
+@each([path for path in DOCUMENTS if path.parent.name == "methods"], name_of)
+def test_functions_of_a_method_are_links(path):
+    """The column "function" of the tables in docs/methods names code by links alone."""
+    in_table = False
+    for line in path.read_text(encoding="utf-8").splitlines():
+        cells = line.strip().strip("|").split(" | ")
+        in_table = line.startswith("|") and (in_table or cells[-1].strip() == "function")
+        if in_table:
+            plain = re.findall(r"(?<!\[)`[\w./]+(?:\([^`]*\))?`", cells[-1])
+            assert not plain, f"{plain} is no link to a source file"
+
+
+@each(DOCUMENTS, name_of)
+def test_classes_a_document_names_have_what_it_names(path):
+    """`Class.member`, also outside of links, of a class of the package; inherited members count."""
+    members, bases = class_members()
+
+    def has(owner: str, name: str) -> bool:
+        return name in members[owner] or any(has(base, name) for base in bases[owner] if base in members)
+
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.S)
+    named = re.findall(r"`(?:\w+\.)*([A-Z]\w*)\.(\w+)(?:\([^`]*\))?`", text)
+    assert not [f"{owner}.{name}" for owner, name in named if owner in members and not has(owner, name)]
+
+
+@functools.cache
+def class_members() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """Members of every class of the package by its name, and its base classes."""
+    members: dict[str, set[str]] = {}
+    bases: dict[str, set[str]] = {}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(TEXTS[path])):
+            if isinstance(node, ast.ClassDef):
+                body = list(ast.walk(node))
+                own = {one.name for one in body if isinstance(one, ast.FunctionDef)}
+                own |= {ast.unparse(one.target).removeprefix("self.") for one in body if isinstance(one, ast.AnnAssign)}
+                own |= {
+                    ast.unparse(target).removeprefix("self.")
+                    for one in body
+                    if isinstance(one, ast.Assign)
+                    for tuple_or_name in one.targets
+                    for target in getattr(tuple_or_name, "elts", [tuple_or_name])
+                }
+                members.setdefault(node.name, set()).update(own)
+                names = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
+                bases.setdefault(node.name, set()).update(names)
+    return members, bases

@@ -1,5 +1,7 @@
 """What is computed of samples: against the formulas that validation uses, and what pairing and seeds are."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from evaluations import BOOTSTRAP, PLAN, measured
@@ -96,6 +98,21 @@ def test_speed_is_the_median_of_batches_without_the_first(tmp_path):
     measures = summarise([measured(tmp_path)], PLAN, BOOTSTRAP, NONE).measures
     assert measures["samples_per_second"][0].mean == 2
     assert measures["network_calls"][0].mean == 4
+    cold = replace(measured(tmp_path), seconds=[9.0])
+    measures = summarise([measured(tmp_path), cold], PLAN, BOOTSTRAP, NONE).measures
+    assert "samples_per_second" not in measures and "network_calls" in measures
+
+
+def test_a_scorer_that_repeats_the_reward_or_a_pixel_statistic_has_no_row(tmp_path):
+    one = measured(tmp_path)
+    rows = [row | {"reward/hpsv3": row["reward"], "reward/dark": 0.5, "pixels/dark": 0.5} for row in one.rows]
+    measures = summarise([replace(one, rows=rows)], PLAN, BOOTSTRAP, NONE).measures
+    assert {"reward", "reward/clip", "pixels/dark"} <= measures.keys()
+    assert not {"reward/hpsv3", "reward/dark"} & measures.keys()
+    other = [row | {"reward/dark": 0.4} for row in rows]
+    assert (
+        "reward/dark" in summarise([replace(one, rows=rows), replace(one, rows=other)], PLAN, BOOTSTRAP, NONE).measures
+    )
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,38 @@ def test_the_page_runs_no_text_of_users(browser, tmp_path):
     assert errors(browser) == []
 
 
+def width_on_a_phone(browser, address: str) -> tuple[int, int]:
+    """The width of a page's content, and of the screen, in pixels."""
+    phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    try:
+        browser.get(address)
+        boxes = "[...document.querySelectorAll('main > section, .runs tr, .card, .columns, #chart-groups')]"
+        widest = f"Math.max(document.documentElement.scrollWidth, ...{boxes}.map((one) => one.scrollWidth))"
+        return browser.execute_script(f"return {widest}"), phone["width"]
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_pages_need_no_sideways_scrolling_on_a_phone(browser, live):
+    address, _ = live
+    for page in ("/", "/run?name=one", "/run?name=one&name=two"):
+        content, screen = width_on_a_phone(browser, address + page)
+        assert content <= screen, page
+
+
+def test_constant_charts_are_folded(browser, live):
+    address, _ = live
+    browser.get(f"{address}/run?name=one")
+    titles = "(where) => charts.filter((one) => one.card.closest(where)).map((one) => one.chart.title)"
+    folded = browser.execute_script(f"return ({titles})('.folded')")
+    assert "skipped_updates" in folded and "reward" not in folded
+    line = "charts.find((one) => one.chart.title === 'skipped_updates').card.closest('.folded')"
+    assert "skipped_updates 0" in browser.execute_script(f"return {line}.firstChild.textContent")
+    enter(browser, "filter", "skipped")
+    assert browser.execute_script(f"return {line}.open")
+
+
 @pytest.fixture
 def live(browser, tmp_path) -> Iterator[tuple[str, Path]]:
     """The address of live pages of two runs, renewed every second, and the directory of the first one."""

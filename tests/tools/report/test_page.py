@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from run_folders import PROMPTS, STEPS, make_run, metric_rows, training_row
+from run_folders import PROMPTS, STEPS, make_run, metric_rows, sample_row, training_row, write_lines
 
 from unified_trainer.__main__ import main
 from unified_trainer.tools.report.page import MARK, check_out
@@ -60,12 +60,35 @@ def test_curves_and_samples_are_those_of_the_run(tmp_path):
 
 
 def test_best_and_worst_by_every_scorer(tmp_path):
-    page = write(tmp_path, make_run(tmp_path / "run"))
+    page = write(tmp_path, make_run(tmp_path / "run", videos=3))
     found = [json.loads(text.replace("&#34;", '"')) for text in re.findall(r'data-cards="([^"]*)"', page)]
     ranked = {one["scorer"]: ([c["sample"] for c in one["best"]], [c["sample"] for c in one["worst"]]) for one in found}
-    assert ranked == {"hpsv3": ([3, 2], [0, 1]), "clip": ([0, 1], [3, 2])}
-    videos = {card["sample"]: card["video"] is not None for card in (*found[0]["best"], *found[0]["worst"])}
-    assert videos == {0: True, 1: True, 2: False, 3: False}
+    assert ranked == {"reward": ([2], [0]), "hpsv3": ([2], [0]), "clip": ([0], [2])}  # none without a video
+    assert all(isinstance(card["video"], int) for one in found for card in (*one["best"], *one["worst"]))
+    assert "best and worst of 4 samples by reward" in page and "the samples with a video by clip" in page
+
+
+def test_samples_over_training_are_those_that_every_validation_filmed(tmp_path):
+    """Best and worst samples differ from step to step: their row would have gaps."""
+    run = make_run(tmp_path / "run")
+    last = run / "validation" / f"step_{STEPS}"
+    (last / "3.mp4").write_bytes((last / "0.mp4").read_bytes())
+    names = ["0.mp4", "1.mp4", None, "3.mp4"]
+    write_lines(last / "samples.jsonl", [sample_row(i, STEPS, name) for i, name in enumerate(names)])
+    page = write(tmp_path, run)
+    assert [row["sample"] for row in data_of(page)["samples"]["rows"]] == [0, 1]
+    assert len(data_of(page)["videos"]) == 5 and "&#34;sample&#34;: 3" in page
+
+
+def test_rows_of_absent_roles_are_left_out(tmp_path):
+    alone, other = make_run(tmp_path / "one"), make_run(tmp_path / "two")
+    with (other / "config.yaml").open("a") as file:
+        file.write("critic: {learning_rate: 1.0e-5}\n")
+    page = write(tmp_path, alone)
+    assert "student.learning_rate" in page and "student.high." not in page
+    page = write(tmp_path, alone, other)
+    assert "All settings are equal." in page
+    assert page.index('id="samples"') < page.index("All settings are equal.")
 
 
 def test_runs_are_compared(tmp_path):

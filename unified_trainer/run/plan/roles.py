@@ -160,18 +160,19 @@ def left_at_base(run: RunConfig, roles: Mapping[str, RolePlan]) -> str:
 
     Only a full diffusion model can be a teacher: a student that was trained for a sampler, or a causal one, is none.
     """
-    if not run.init_from or run.resume or run.sampler.chunks.causal:
+    if not run.init_from or run.resume:
         return ""
     metadata, student = manifest.find(run.init_from)[1], roles["student"]
     left = [name for name, role in roles.items() if role.path == student.path and name not in roles_in(metadata)]
     left = [name for name in left if not issubclass(roles[name].kind, WeightCopy)]
     if "teacher" not in left or metadata["sampler"]:
         return ""
-    return (
-        f"warning: {' and '.join(left)} keep the weights of {student.path}, the student starts from {run.init_from}. "
-        f"To distil the trained model: python -m unified_trainer export {run.init_from} DIR, then --student.path DIR "
-        "without --init-from"
-    )
+    fact = f"{' and '.join(left)} keep the weights of {student.path}, the student starts from {run.init_from}. "
+    if run.sampler.chunks.causal:
+        paths = " ".join(f"--{name}.path DIR" for name in left)
+        return f"note: {fact}To distil a fine-tuned model: export a run of finetune without chunks to DIR, and {paths}"
+    way_out = f"To distil the trained model: python -m unified_trainer export {run.init_from} DIR, then "
+    return f"warning: {fact}{way_out}--student.path DIR without --init-from"
 
 
 def _check_adapter(name: str, role: RolePlan, adapter: AdapterConfig) -> None:

@@ -120,7 +120,7 @@ class ValidationConfig:
     """Further prompts by name, sets.NAME as --prompts: each is measured by itself with num_samples samples, as
     validation/sets/NAME/reward and so on. An empty text leaves a saved set out."""
     num_videos: CountOrZero = 4
-    """Samples written as mp4 and on the contact sheet."""
+    """First samples written as mp4 and on the contact sheet; above 0, the two best and two worst are written too."""
     ema: bool = True
     """Sample with the EMA weights if the student keeps any."""
     frames: FramesOrZero = 0

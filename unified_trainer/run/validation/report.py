@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ from unified_trainer.run.validation.samples import (
     SampleMaker,
     batches,
     samples_of_rank,
+    shown,
 )
 from unified_trainer.sampling.solver import SamplerConfig
 
@@ -119,17 +121,17 @@ class Validation:
         """Make and measure all samples."""
         size = max(map(len, self._batches))
         with fitting(f"a batch of {size} samples of the validation", "lower validation.batch"):
-            self._parts = [self._maker.make(student, samples, self._report.videos, step) for samples in self._batches]
+            for samples in self._batches:
+                part = self._maker.make(student, samples, self._report.videos, step)
+                self._parts = [self._report.joined([*self._parts, part], self._batches[0].start)]
 
     def finish(self, folder: Path, step: int) -> "ValidationResult":
-        parts, self._parts = self._parts, []
-        columns = {name: self._mesh.gather(rows) for name, rows in joined(parts).items()}
-        return self._report.result(columns, [clip for part in parts for clip in part.clips], folder, step)
-
-
-def joined(parts: Sequence[Measured]) -> dict[str, Tensor]:
-    """Return the columns of all parts, in order."""
-    return {name: torch.cat([part.columns[name] for part in parts]) for name in parts[0].columns}
+        (part,), self._parts = self._parts, []
+        columns = {name: self._mesh.gather(rows) for name, rows in part.columns.items()}
+        if self._mesh.sequence_rank == 0:
+            self._report.write_extremes(columns, part.clips, folder)
+        self._mesh.barrier()
+        return self._report.result(columns, part.clips, folder, step)
 
 
 class Report:
@@ -142,15 +144,28 @@ class Report:
         self._requests, self._seed, self._reward = tuple(requests), config.seed, reward
         self._scorers, self._is_main, self._fps = (*reward.weights, *reward.held_out), mesh.is_main, fps
         own = samples_of_rank(config.num_samples, mesh.data_size)
-        self.videos = min(config.num_videos, own)  # samples that have a video, all of the main rank
+        self.videos = min(config.num_videos, own)  # first samples that have a video, all of the main rank
+
+    def joined(self, parts: Sequence[Measured], first: int) -> Measured:
+        """Join what was measured of samples from number `first` on; videos that cannot be written are dropped."""
+        columns = {name: torch.cat([part.columns[name] for part in parts]) for name in parts[0].columns}
+        kept = self._shown(columns, first)
+        return Measured(columns, {i: clip for part in parts for i, clip in part.clips.items() if i in kept})
+
+    def _shown(self, columns: Mapping[str, Tensor], first: int = 0) -> set[int]:
+        return shown(self._reward, columns, range(first, len(self._requests)), self.videos)
+
+    def write_extremes(self, columns: Mapping[str, Tensor], clips: Mapping[int, np.ndarray], folder: Path) -> None:
+        """Write the videos of the best and the worst of all samples that this rank made; `result` writes the others."""
+        with suppress(OSError):  # `result` writes to the same disk and warns
+            folder.mkdir(parents=True, exist_ok=True)
+            for number in sorted(self._shown(columns).intersection(clips).difference(range(self.videos))):
+                write_clip(clips[number], folder / file_name(number, len(clips[number])), self._fps)
 
     def result(
-        self, columns: Mapping[str, Tensor], clips: list[np.ndarray], folder: Path, step: int
+        self, columns: Mapping[str, Tensor], clips: Mapping[int, np.ndarray], folder: Path, step: int
     ) -> "ValidationResult":
-        """Return the metrics of all samples; the main rank writes them and the clips into `folder`.
-
-        Rows after those of the samples are left out: ranks made them to be together.
-        """
+        """Return the metrics of all samples, without padding; the main rank writes them and clips into `folder`."""
         columns = {name: rows[: len(self._requests)] for name, rows in columns.items()}
         rows_of_vectors = (THUMBNAILS, FEATURES, REAL)  # stay in float32
         exact = {
@@ -165,11 +180,14 @@ class Report:
             metrics["pixels/diversity"] = spread
         metrics |= _accuracies(hits) if hits else {}
         metrics |= distances(exact)
-        samples = self._samples(scores, hits, folder, len(clips[0]) if clips else 0)
+        names = {i: file_name(i, len(clip)) for clip in [*clips.values()][:1] for i in self._shown(columns)}
+        videos = {i: folder / name for i, name in names.items() if i < self.videos or (folder / name).is_file()}
+        samples = self._samples(scores, hits, videos)
         sheet = folder / "contact_sheet.png" if self.videos else None
         warning = None
         if self._is_main:
-            warning = write_samples(folder, clips, samples, self._requests, step, self._fps, sheet)
+            first = [clips[i] for i in range(self.videos)]
+            warning = write_samples(folder, first, samples, self._requests, step, self._fps, sheet)
         if warning is not None:
             samples, sheet = tuple(replace(one, video=None) for one in samples), None
         return ValidationResult(
@@ -185,9 +203,9 @@ class Report:
         return found | {f"reward/{name}": part for name, part in zip(self._scorers, parts.unbind(1), strict=True)}
 
     def _samples(
-        self, columns: dict[str, Tensor], hits: dict[str, Tensor], folder: Path, frames: int
+        self, columns: dict[str, Tensor], hits: dict[str, Tensor], videos: Mapping[int, Path]
     ) -> tuple["ValidationSample", ...]:
-        """Return the samples of all ranks; the first ones have a file, of a video of so many frames."""
+        """Return the samples of all ranks."""
         scores = {name: columns[f"reward/{name}"].tolist() for name in self._scorers}
         rewards = columns["reward"].tolist() if "reward" in columns else [None] * len(self._requests)
         accuracies = {name: right.bool().tolist() for name, right in hits.items()}
@@ -199,7 +217,7 @@ class Report:
                 reward,
                 {name: values[i] for name, values in scores.items()},
                 {name: values[i] for name, values in accuracies.items()},
-                folder / file_name(i, frames) if i < self.videos else None,
+                videos.get(i),
                 tuple(request.files.get("images", ())),
             )
             for i, (request, reward) in enumerate(zip(self._requests, rewards, strict=True))
@@ -215,10 +233,7 @@ def write_samples(
     fps: float,
     sheet: Path | None,
 ) -> str | None:
-    """Write what people look at: the clips of the first samples, and rows of all; return what went wrong.
-
-    No number depends on it. `requests` are those of the samples, in order.
-    """
+    """Write the clips of the first samples, and rows of all samples, which `requests` made; return what went wrong."""
     shown = list(zip(clips, samples, requests, strict=False))  # the first samples
     try:
         folder.mkdir(parents=True, exist_ok=True)

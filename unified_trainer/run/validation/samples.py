@@ -1,6 +1,6 @@
 """The samples of a validation: which process makes which, and what is measured of each."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from unified_trainer.models.base import Codec
 from unified_trainer.parallel.meter import phase
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rewards.pixels import statistics, thumbnail
-from unified_trainer.rewards.reward import Reward
+from unified_trainer.rewards.reward import Reward, RewardSum
 from unified_trainer.roles.role import Role
 from unified_trainer.run.settings.config import ValidationConfig
 from unified_trainer.run.validation.distances import Distances
@@ -24,21 +24,21 @@ from unified_trainer.sampling.solver import SamplerConfig, generate
 
 SCORES, PIXELS, ACCURACY = "score", "pixels/", "accuracy/"  # names of columns, and what such names begin with
 THUMBNAILS = "thumbnail"
+EXTREMES = 2  # best and worst samples of a validation that are written as videos beside its first ones
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of some samples, and videos of the first of them."""
+    """Measurements of some samples, and videos of those that `shown` names."""
 
     columns: dict[str, Tensor]  # a row for each sample
-    clips: list[np.ndarray]  # [frames, height, width, 3], uint8
+    clips: dict[int, np.ndarray]  # by the number of the sample; [frames, height, width, 3], uint8
 
 
 def batches(config: ValidationConfig, ranks: int) -> list[list[range]]:
-    """Return for each of as many data ranks the samples of its batches, equally many a rank, in order.
+    """Return for each data rank the samples of its batches, in order.
 
-    Ranks that share weights must make equally many passes: where they do not divide the samples, the last ranks also
-    make samples of numbers from `num_samples` on, which `Report` leaves out.
+    Ranks that share weights must make equally many passes, so the last ones pad with numbers from `num_samples` on.
     """
     count = samples_of_rank(config.num_samples, ranks)
     shares = [range(rank * count, (rank + 1) * count) for rank in range(ranks)]
@@ -48,6 +48,15 @@ def batches(config: ValidationConfig, ranks: int) -> list[list[range]]:
 def samples_of_rank(samples: int, ranks: int) -> int:
     """Return how many samples of a validation each of as many data ranks makes: their share, rounded up."""
     return -(-samples // ranks)
+
+
+def shown(reward: RewardSum, columns: Mapping[str, Tensor], numbers: range, videos: int) -> set[int]:
+    """Return which samples have a video: numbers below `videos`, and the best and worst rows by the reward."""
+    if not videos or SCORES not in columns:
+        return {*range(videos)}
+    scores = columns[SCORES][: len(numbers), : len(reward.weights)].cpu().double()
+    order = reward.total(scores).argsort(stable=True).tolist()
+    return {*range(videos), *(numbers[i] for i in (*order[:EXTREMES], *order[-EXTREMES:]))}
 
 
 def sample_requests(requests: Sequence[Request], config: ValidationConfig) -> tuple[Request, ...]:
@@ -78,7 +87,7 @@ class SampleMaker:
     def make(self, role: Role, samples: range, videos: int, step: int) -> Measured:
         """Make and measure one batch of samples with a role after `step` training steps.
 
-        Samples of a number below `videos` are kept as video. Raise NotFiniteError for samples that are not finite.
+        `shown` says which are kept as video. Raise NotFiniteError for samples that are not finite.
         """
         x0, video = self._generate(role, list(samples), step)
         columns = {f"{PIXELS}{name}": row for name, row in statistics(video).items()}
@@ -92,7 +101,8 @@ class SampleMaker:
             columns |= {f"{ACCURACY}{name}": right.float().to(self._device) for name, right in hits.items()}
         if self._distances is not None:
             columns |= self._distances.columns(video, samples)
-        return Measured(columns, to_uint8(video[: max(0, videos - samples.start)]))
+        kept = sorted(shown(self._reward, columns, samples, videos).intersection(samples))
+        return Measured(columns, dict(zip(kept, to_uint8(video[[i - samples.start for i in kept]]), strict=True)))
 
     def _requests(self, samples: Sequence[int]) -> tuple[Request, ...]:
         return tuple(self.requests[i % len(self.requests)] for i in samples)

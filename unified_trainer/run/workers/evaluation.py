@@ -13,7 +13,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.meter import phase
 from unified_trainer.roles.role import Trainable
 from unified_trainer.run.settings.config import ValidationConfig
-from unified_trainer.run.validation.report import Report, ValidationResult, joined
+from unified_trainer.run.validation.report import Report, ValidationResult
 from unified_trainer.run.validation.samples import Measured, batches
 from unified_trainer.run.workers import arrays
 from unified_trainer.run.workers.group import WorkerGroup
@@ -23,10 +23,9 @@ from unified_trainer.run.workers.workers import received
 
 
 class RemoteValidation:
-    """Sends the student's weights to evaluation workers, which make and measure the batches that ranks would make.
+    """Sends the student's weights, each rank its part, to evaluation workers, which make and measure the batches.
 
-    Each rank sends its part of the weights. The main rank alone asks and writes; the others get the metrics, which
-    guards decide by.
+    The main rank alone asks and writes; the others get the metrics, by which guards decide.
     """
 
     def __init__(
@@ -56,9 +55,11 @@ class RemoteValidation:
             return ValidationResult(json.loads(self._mesh.broadcast("")), (), None, None)
         took: dict[str, float] = {}
         parts = [self._receive(item, reply, took) for item, reply in self._ordered]
+        part = self._report.joined(parts, 0)
         self._group.scheduler.forget_validation.remote(self._ordered[0][0].version)
         self._ordered = []
-        result = self._report.result(joined(parts), [clip for part in parts for clip in part.clips], folder, step)
+        self._report.write_extremes(part.columns, part.clips, folder)
+        result = self._report.result(part.columns, part.clips, folder, step)
         self._mesh.broadcast(json.dumps(result.metrics))
         costs = {f"worker_seconds/{name}": seconds for name, seconds in took.items()}
         costs["worker_deaths"] = float(ray.get(self._group.scheduler.deaths.remote()))

@@ -101,7 +101,7 @@ class EvaluationWorker:
         """Return the signature of the weights, where the worker runs, and its code, once it has started."""
         return signature(self._student.weights), place(), code_of(self._run)
 
-    def measure(self, item: ValidationBatch, *weights: Weights) -> tuple[Costs, tuple[Arrays, list[np.ndarray]]]:
+    def measure(self, item: ValidationBatch, *weights: Weights) -> tuple[Costs, tuple[Arrays, dict[int, np.ndarray]]]:
         """Return the seconds of each phase, and the columns and videos of a batch with these weights."""
         meter = Meter(self._device)
         with meter.measure():

@@ -81,7 +81,7 @@ def summarise(
     tables = [_tables(row, plan) for row in rows]
     measures: dict[str, list[Measure]] = {}
     differences: list[Difference] = []
-    for name in tables[0]:
+    for name in (name for name in tables[0] if not _repeats(name, tables)):
         values = [table[name] for table in tables]
         measures[name] = [_measure(name, one, config) for one in values]
         differences += _differences(name, measures[name], values, config)
@@ -127,6 +127,12 @@ def _tables(measured: Measured, plan: Plan) -> dict[str, _Values]:
         pixels = measured.tensors["thumbnails"].double().view(*shape, -1)
         tables[DIVERSITY] = _Values(pixels.var(2).mean(2).T, root=True)
     return tables
+
+
+def _repeats(name: str, tables: Sequence[Mapping[str, _Values]]) -> bool:
+    """Whether a scorer's values are those of the reward, which has no other part, or of its own pixel statistic."""
+    others = {"reward", name.replace("reward/", "pixels/")} & tables[0].keys() if name.startswith("reward/") else ()
+    return any(all(torch.equal(table[name].table, table[other].table) for table in tables) for other in others)
 
 
 def _measure(name: str, values: _Values, config: BootstrapConfig) -> Measure:
@@ -191,8 +197,8 @@ def _frechet(
 def _speed(rows: Sequence[Measured]) -> dict[str, list[list[float]]]:
     """Return samples per second of generation, without decoding, and network calls of a sample.
 
-    The speed is the median over batches, without the first one if there are several: it loads kernels and the text.
+    The speed is the median over batches without the first one, which loads kernels; with one batch there is none.
     """
-    batches = [row.seconds[1:] or row.seconds for row in rows]
-    speed = [[1 / float(torch.tensor(seconds, dtype=torch.float64).median())] for seconds in batches]
-    return {SPEED: speed, CALLS: [[float(row.calls)] for row in rows]}
+    calls = {CALLS: [[float(row.calls)] for row in rows]}
+    batches = [torch.tensor(row.seconds[1:], dtype=torch.float64) for row in rows]
+    return {SPEED: [[1 / float(seconds.median())] for seconds in batches], **calls} if all(map(len, batches)) else calls

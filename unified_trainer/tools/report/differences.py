@@ -47,13 +47,22 @@ def settings_of_run(run: RunRecord) -> Settings:
     except UserError as error:
         rows = tuple(SettingRow(key, value, ABSENT, False) for key, value in run.config.items())
         return Settings(rows, f"not compared with a recipe: {error}")
-    rows = tuple(SettingRow(key, value, base.get(key), value != base.get(key)) for key, value in run.config.items())
+    items = {key: value for key, value in run.config.items() if value != base.get(key) or not _is_absent(key, run)}
+    rows = tuple(SettingRow(key, value, base.get(key), value != base.get(key)) for key, value in items.items())
     return Settings(rows, f"compared with {name} and recipe {recipe or 'tiny'} without flags")
 
 
+def _is_absent(key: str, run: RunRecord) -> bool:
+    """Whether a setting is one of an expert that the role has not, as far as the run's settings and metrics show."""
+    role, expert, *_ = (*key.split("."), "")
+    measured = any(name.startswith(f"{role}/{expert}/") for name in run.curves)
+    return expert in ("high", "low") and not (measured or run.config.get(f"{role}.boundary"))
+
+
 def differing(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
-    """Return the settings that are not equal in all runs, with their value in each; None where a run lacks it."""
-    keys = dict.fromkeys(key for run in runs for key in run.config)
+    """Return the settings that differ, with the value in each run or None, of groups (such as roles) that all have."""
+    groups = set.intersection(*({key.partition(".")[0] for key in run.config} for run in runs))
+    keys = dict.fromkeys(key for run in runs for key in run.config if key.partition(".")[0] in groups)
     values = {key: [run.config.get(key) for run in runs] for key in keys}
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
 

@@ -55,10 +55,7 @@ class Written:
 def write_report(
     folders: Sequence[Path], out: Path, form: VideoFormat = "mp4", video_megabytes: float = VIDEO_MEGABYTES
 ) -> Written:
-    """Write the report of run directories; UserError before anything is written if none of them can be read.
-
-    `video_megabytes` bounds the videos in the page, as they are there.
-    """
+    """Write the report of run directories; UserError before anything is written if none of them can be read."""
     check_out(out)
     if video_megabytes < 0:
         raise UserError(f"--video-megabytes must not be negative, but is {video_megabytes}")

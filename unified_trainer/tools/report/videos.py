@@ -15,10 +15,7 @@ VideoFormat = Literal["mp4", "webm"]
 
 
 def data_uri(file: Path, form: VideoFormat) -> str:
-    """Return a file of a video as a data URI; UserError if it cannot be read.
-
-    An mp4 file is taken as it is, or encoded again as VP9 in WebM; an image is taken as it is.
-    """
+    """Return an image or a video, which is encoded again for webm, as a data URI; UserError if it cannot be read."""
     try:
         if file.suffix == ".png":
             return f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"

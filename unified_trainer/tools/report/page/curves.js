@@ -162,6 +162,12 @@ function after(made, before, parent) {
   return made;
 }
 
+// Whether all values of a chart are equal, and none left its healthy range.
+function isConstant(chart) {
+  const values = chart.traces.flatMap((trace) => trace.values);
+  return values.length > 1 && values[0] !== null && values.every((value) => value === values[0]) && chart.traces.every((trace) => !trace.departed.length);
+}
+
 // Shows the charts of the groups: those that are there get new values, others a place of their own.
 function place(groups) {
   let group_before = null;
@@ -172,23 +178,33 @@ function place(groups) {
       Object.assign(details, { id: group.id, open: true });
       element("summary", details, group.title);
       element("div", details, undefined, "charts");
+      const folded = element("details", details, undefined, "folded");
+      element("summary", folded);
+      element("div", folded, undefined, "charts");
     }
     group_before = details;
-    let card_before = null;
+    const before = { true: null, false: null }; // the last card of the constant charts, and of the others
+    for (const chart of group.charts) chart.constant = isConstant(chart);
     for (const chart of group.charts) {
+      const parent = details.querySelector(chart.constant ? ".folded .charts" : ".charts");
       let one = charts.find((other) => other.chart.title === chart.title);
-      if (one) one.chart = chart;
-      else {
-        const card = after(element("div", null, undefined, "chart"), card_before, details.querySelector(".charts"));
+      if (one) {
+        one.chart = chart;
+        if (one.card.parentNode !== parent) after(one.card, before[chart.constant], parent);
+      } else {
+        const card = after(element("div", null, undefined, "chart"), before[chart.constant], parent);
         const head = element("h3", card), plot = element("div", card, undefined, "plot");
         card.dataset.chart = charts.length;
         one = { chart, card, head, details, plot, drawn: false, seen: false, stale: false };
         charts.push(one);
         watch.observe(card);
       }
-      card_before = one.card;
+      before[chart.constant] = one.card;
       title(one);
     }
+    const constant = group.charts.filter((chart) => chart.constant), folded = details.querySelector(".folded");
+    const words = constant.map((chart) => `${chart.title} ${chart.traces[0].values[0]}`).join(", ");
+    folded.firstChild.textContent = `${constant.length} constant: ${words}`;
   }
   filterCharts();
 }
@@ -198,7 +214,10 @@ function filterCharts() {
   const names = (chart) => [chart.title, ...chart.traces.map((trace) => trace.label)].join(" ").toLowerCase();
   for (const one of charts) one.card.hidden = !names(one.chart).includes(wanted);
   for (const details of new Set(charts.map((one) => one.details))) {
-    details.hidden = charts.every((one) => one.details !== details || one.card.hidden);
+    const shown = charts.filter((one) => one.details === details && !one.card.hidden), folded = details.querySelector(".folded");
+    details.hidden = !shown.length;
+    folded.hidden = !shown.some((one) => one.chart.constant);
+    if (wanted) folded.open = true; // the reader looks for one of them
   }
 }
 
