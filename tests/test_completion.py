@@ -16,7 +16,7 @@ printf "%s\\n" "${COMPREPLY[@]}"
 
 @pytest.mark.slow
 def test_a_shell_completes_commands_flags_and_values(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="0"):
+    with pytest.raises(SystemExit):  # of tyro
         main(["--tyro-print-completion", "bash"])
     script = tmp_path / "complete.bash"
     script.write_text(capsys.readouterr().out)
