@@ -186,7 +186,9 @@ def check_real(rewards: PerSample, of: Callable[[int], str], prompts: Sequence[s
     if not bool(rewards.float().isfinite().all()):
         row = int((~rewards.float().isfinite()).nonzero()[0, 0])
         shown = f" ({prompts[row - first]!r})" if 0 <= row - first < len(prompts) else ""
-        raise NotFiniteError(f"reward: {of(row)}the reward of sample {row}{shown} is not finite in float32: {float(rewards[row]):g}")
+        raise NotFiniteError(
+            f"reward: {of(row)}the reward of sample {row}{shown} is not finite in float32: {float(rewards[row]):g}"
+        )
 
 
 def pause_after(faults: int) -> float:
