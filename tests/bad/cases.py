@@ -409,7 +409,7 @@ COLUMNS = [
 
 # Flags, what is spoilt in FOLDER, and words of the message.
 
-STUDENT, REWARD = "--student.path FOLDER/wan", "--reward.path FOLDER/hpsv3"
+STUDENT, REWARD = "--method dance_grpo --student.path FOLDER/wan", "--reward.path FOLDER/hpsv3"
 FLAGS = [
     ("--config FOLDER/a.yaml", ("a.yaml", "", ""), "--config", "a.yaml is empty"),
     ("--config FOLDER", None, "--config", "it is a folder"),
@@ -431,7 +431,7 @@ FLAGS = [
         "line 1 holds <|Reward|>",
     ),
     (
-        "--student.path FOLDER/run",
+        "--method dance_grpo --student.path FOLDER/run",
         ("run/config.yaml", "", ""),
         "is a run: start trained roles from its weights",
         "export",

@@ -69,7 +69,12 @@ def test_epochs_count_prompts_and_not_the_samples_of_each(tmp_path):
     (tmp_path / "prompts.txt").write_text("a\nb\nc\nd\ne\n")
     words = [*small("dance_grpo"), "--prompts", str(tmp_path / "prompts.txt")]
     assert planned(*words, "--epochs", "2").run.steps == 5
-    assert planned(*words, "--steps", "4").counts["training steps"] == "4, 1.6 epochs of 5 prompts"
+    plan = planned(*words, "--steps", "4")
+    assert plan.counts["training steps"] == "4, 1.6 epochs of 5 prompts"
+    assert not any("it repeats some" in note for note in plan.notes)
+    (tmp_path / "prompts.txt").write_text("a\n")
+    short = "warning: a training step takes 2 prompts, and there are 1: it repeats some"
+    assert short in planned(*words, "--steps", "4").notes
 
 
 def test_a_run_of_epochs_runs_again_from_its_config_and_is_extended(run_folder, tmp_path, capsys):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from helpers import WAN
+from helpers import SMALL, WAN
 
 from unified_trainer.__main__ import COMMANDS, main
 from unified_trainer.basics.errors import UserError
@@ -117,6 +117,26 @@ def test_commands_know_families_outside_the_package(tmp_path, command):
     assert main([command, *words[command]]) == 2  # no family has this pipeline
     assert main([command, *words[command], "--families", f"{tmp_path}/family.py:OWN"]) == 0
     del FAMILIES[f"Own{command}"]
+
+
+@pytest.mark.slow
+def test_commands_take_the_family_of_a_run_from_another_place(tmp_path, capsys):
+    folder, index = tmp_path / "own_model", json.loads((WAN / "model_index.json").read_text())
+    shutil.copytree(WAN, folder)
+    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": "Ownmoved"}))
+    (tmp_path / "family.py").write_text(FAMILY.format("moved"))
+    run = [*SMALL["finetune"], "--steps", "1", "--student.path", str(folder), "--recipe", "tiny"]
+    assert main([*run, "--output", str(tmp_path / "run"), "--families", f"{tmp_path}/family.py:OWN"]) == 0
+    del FAMILIES["Ownmoved"]
+    (tmp_path / "family.py").rename(tmp_path / "moved.py")
+    words = {
+        "sample": ["sample", str(tmp_path / "run"), "--prompts", "a", "--output", str(tmp_path / "videos")],
+        "export": ["export", str(tmp_path / "run"), str(tmp_path / "out")],
+    }
+    for command in words.values():
+        assert main(command) == 2 and "family.py" in capsys.readouterr().err
+        assert main([*command, "--families", f"{tmp_path}/moved.py:OWN"]) == 0
+        del FAMILIES["Ownmoved"]
 
 
 def test_families_must_be_families(package, monkeypatch):

@@ -32,7 +32,7 @@ READS = Effect(
 WRITES = Effect("write", "path")
 CONTACTS = Effect("contact")
 SENDS = Effect("send")  # a secret, and what a user's own code does with a text is not known
-TRACKS = Effect("send", unless=("off", "offline"))  # a service in the network that gets metrics and samples
+TRACKS = Effect("send", unless=("off", "offline", "False"))  # a service that gets metrics; YAML reads off as False
 ACCOUNT = Effect("contact", asked=False)  # belongs to a setting with TRACKS, which is asked about
 PLAIN = Effect("nothing", asked=False)
 

@@ -1,75 +1,26 @@
 """The known name, or the number, that a wrong one probably means."""
 
+import tomllib
 from collections.abc import Collection, Sequence
 from difflib import SequenceMatcher
+from pathlib import Path
 
 from unified_trainer.basics.errors import UserError
 
 CLOSE = 0.6  # similarity in [0, 1] from which a name is suggested
 SHOWN = 3  # names in one message
 
-# What other trainers call a setting: the ends of our keys, in order of preference.
-USUAL: dict[str, tuple[str, ...]] = {
-    "adapter_rank": ("adapter.rank",),
-    "batch_size_per_gpu": ("micro_batch", "update_batch"),
-    "bf16": ("precision",),
-    "bs": ("batch_size", "num_prompts"),
-    "cfg": ("guidance_scale",),
-    "cfg_scale": ("guidance_scale",),
-    "checkpointing_steps": ("checkpoint_every",),
-    "checkpoints_total_limit": ("keep_last",),
-    "data_path": ("data.path", "prompts"),
-    "dataset": ("data.path", "prompts"),
-    "ema": ("ema_decay",),
-    "eval_steps": ("validate_every",),
-    "flow_shift": ("sampler.shift",),
-    "grad_clip": ("max_grad_norm",),
-    "gradient_accumulation_steps": ("micro_batch", "update_batch"),
-    "gradient_checkpointing": ("activation_memory",),
-    "group_size": ("num_samples",),
-    "guidance": ("guidance_scale",),
-    "lora_alpha": ("adapter.alpha",),
-    "lora_path": ("adapter.path",),
-    "lora_rank": ("adapter.rank",),
-    "lr": ("learning_rate",),
-    "lr_scheduler": ("lr_schedule",),
-    "lr_warmup_ratio": ("warmup_ratio",),
-    "lr_warmup_steps": ("warmup_updates",),
-    "lr_warmup_steps_ratio": ("warmup_ratio",),
-    "max_ckpt_to_keep": ("keep_last",),
-    "max_steps": ("steps",),
-    "max_train_steps": ("steps",),
-    "mixed_precision": ("precision",),
-    "model": ("student.path",),
-    "model_path": ("student.path",),
-    "num_epochs": ("epochs",),
-    "num_inference_steps": ("num_steps",),
-    "num_train_epochs": ("epochs",),
-    "optimizer_offload": ("parallel.offload_optimizer",),
-    "output_dir": ("output",),
-    "param_offload": ("parallel.offload_weights",),
-    "ppo_mini_batch_size": ("prompts_per_update",),
-    "pretrained_model_name_or_path": ("student.path",),
-    "rampup_batch_size": ("ramp_up.start",),
-    "report_to": ("tracking.wandb",),
-    "resume_from": ("resume",),
-    "resume_from_checkpoint": ("resume",),
-    "save_freq": ("checkpoint_every",),
-    "save_limit": ("keep_last",),
-    "save_steps": ("checkpoint_every",),
-    "test_freq": ("validate_every",),
-    "total_epochs": ("epochs",),
-    "train_batch_size": ("batch_size", "num_prompts"),
-    "train_files": ("data.path", "prompts"),
-    "val_files": ("validation.prompts",),
-    "val_freq": ("validate_every",),
-    "val_only": ("validate_only",),
-    "validation_steps": ("validate_every",),
-    "warmup_steps": ("warmup_updates",),
-    "wd": ("weight_decay",),
-}
+NAMES = tomllib.loads((Path(__file__).parents[1] / "assets" / "settings.toml").read_text(encoding="utf-8"))
+# What other trainers call a setting: the ends of our keys, in order of preference. And what took a setting's place.
+USUAL = {name: tuple(ours.split()) for ours, names in NAMES["elsewhere"].items() for name in names.split()}
+GONE = {key: instead for instead, keys in NAMES["gone"].items() for key in keys.split()}
 # What other trainers call the number of ranks, which torchrun sets.
 RANKS = ("devices", "gpus", "n_gpus", "ngpus", "nnodes", "nproc_per_node", "num_gpus", "num_processes", "world_size")
+
+
+def replacement(key: str) -> str:
+    """Return what took the place of a setting that was removed, in words; "" for another key."""
+    return next((words for old, words in GONE.items() if f".{old}." in f".{key}."), "")
 
 
 def nearest(key: str, known: Collection[str]) -> list[str]:

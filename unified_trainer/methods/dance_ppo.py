@@ -127,7 +127,7 @@ class DancePPO(PolicyMethod):
         """Return the rewards of all ranks' samples minus the KL's penalty, in the unit of the value function."""
         penalty = self.update.kl.penalty(trajectories, mesh, metrics)
         scores = samples.scores.gathered(mesh)
-        rewards = self.reward.total(scores.parts)
+        rewards = samples.rewards(self.reward, scores, mesh)
         ids = mesh.gather(torch.tensor(samples.batch.sample_ids, device=rewards.device)) // self.config.num_samples
         metrics |= reward_metrics(rewards, ids) | self.reward.metrics(scores, ids)
         return self._standardised(rewards if penalty is None else rewards - mesh.gather(penalty).cpu().double())

@@ -92,10 +92,10 @@ class DistillRL(PolicyMethod, MatchingMethod):
         """Return exp(-reward / beta) of this rank's samples, centered and normalised; None without beta."""
         if not beta:
             return None
-        parts = samples.scores.gathered(mesh).parts
-        ids, largest = gather_ids(samples.batch, parts, mesh), self.config.tilt.max_weight
-        weights = tilt_weights(self.reward.total(parts), ids, -beta, largest)
-        metrics["tilt_capped"] = capped_share(self.reward.total(parts), ids, -beta, largest)
+        scores, largest = samples.scores.gathered(mesh), self.config.tilt.max_weight
+        rewards, ids = samples.rewards(self.reward, scores, mesh), gather_ids(samples.batch, scores.parts, mesh)
+        weights = tilt_weights(rewards, ids, -beta, largest)
+        metrics["tilt_capped"] = capped_share(rewards, ids, -beta, largest)
         start = mesh.data_rank * len(samples.batch)
         return weights[start : start + len(samples.batch)].float()
 

@@ -132,7 +132,7 @@ class OnlineDPO(RolloutMethod):
     def _pairs(self, samples: ScoredSamples, mesh: Mesh, metrics: Metrics) -> tuple[Pairs, Advantages]:
         """Pair the samples of each group, and plan the passes of each update; groups of equal rewards have no pair."""
         config, gathered = self.config, samples.scores.gathered(mesh)
-        rewards, ids = self.reward.total(gathered.parts), gather_ids(samples.batch, gathered.parts, mesh)
+        rewards, ids = samples.rewards(self.reward, gathered, mesh), gather_ids(samples.batch, gathered.parts, mesh)
         groups = rewards.reshape(-1, config.num_samples)  # prompt by prompt; a rank has whole groups
         best, worst = groups.max(1), groups.min(1)
         gap = best.values - worst.values

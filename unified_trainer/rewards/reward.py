@@ -71,9 +71,12 @@ class RewardSum:
         self.weights = {name: part.weight for name, part in self._configs.items() if part.weight}
         self.held_out = tuple(name for name, part in self._configs.items() if not part.weight)
 
-    def total(self, parts: Float[Tensor, "b r"]) -> PerSample:
-        """Return the rewards: the weighted sum of parts in the order of `weights`."""
-        return parts @ parts.new_tensor(list(self.weights.values()))
+    def total(self, parts: Float[Tensor, "b r"], prompts: Sequence[str] = (), first: int = 0) -> PerSample:
+        """Return the rewards: the weighted sum of parts in the order of `weights`; NotFiniteError as `check_real`."""
+        weights = parts.new_tensor(list(self.weights.values()))
+        rewards, names = parts @ weights, list(self.weights)
+        check_real(rewards, lambda row: f"{names[int((parts[row] * weights).abs().argmax())]}: ", prompts, first)
+        return rewards
 
     def metrics(self, scores: Scores, ids: Ids) -> dict[str, float]:
         """Return means over the samples: of each part with its standard deviation within groups, and of the pixels.
@@ -173,6 +176,19 @@ class VideoReward(RewardSum):
                     LATER.wait(pause_after(calls))
                     calls += 1
                     self._repeated.append(name)  # from any thread
+
+
+def check_real(rewards: PerSample, of: Callable[[int], str], prompts: Sequence[str], first: int) -> None:
+    """Raise NotFiniteError for a reward that is not finite in float32: sums of squares of larger ones are not either.
+
+    It names the row's origin as `of` says, and its prompt if it is one of `prompts`, those of the rows from `first` on.
+    """
+    if not bool(rewards.float().isfinite().all()):
+        row = int((~rewards.float().isfinite()).nonzero()[0, 0])
+        shown = f" ({prompts[row - first]!r})" if 0 <= row - first < len(prompts) else ""
+        raise NotFiniteError(
+            f"reward: {of(row)}the reward of sample {row}{shown} is not finite in float32: {float(rewards[row]):g}"
+        )
 
 
 def pause_after(faults: int) -> float:

@@ -5,15 +5,25 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from unified_trainer.basics.errors import NotFiniteError
-from unified_trainer.basics.ranges import Decay, Fraction, NonNegative, PeriodOrZero, PositiveFraction, at_least
+from unified_trainer.basics.ranges import (
+    MAY_CHANGE,
+    CountOrZero,
+    Decay,
+    Fraction,
+    NonNegative,
+    PeriodOrZero,
+    PositiveFraction,
+    at_least,
+)
 from unified_trainer.parallel.fsdp import clip, full, to_local, total_norm
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.roles.decay_groups import DecayGroups
 from unified_trainer.roles.ema import EMA, HostEMA
 from unified_trainer.roles.optimizer import AdamW, Moments, MovedAdamW
 
@@ -28,11 +38,17 @@ class LearnerConfig:
     """Epsilon of AdamW."""
     weight_decay: Annotated[float, at_least(0, 100)] = 0.01
     """Weight decay of AdamW."""
+    weight_decay_on: Literal["all", "matrices"] = "all"
+    """Weights that decay: all, or matrices, that is those of two and more dimensions: no bias and no scale of a norm
+    decays."""
     moments: Moments = "fp32"
     """Precision of AdamW's two moments, in memory and in checkpoints. bf16 halves their memory: they are updated in
     float32 and rounded stochastically."""
     max_grad_norm: NonNegative = 1.0
     """Largest gradient norm over all weights of the role or the expert; 0 does not clip."""
+    skip_not_finite: Annotated[CountOrZero, MAY_CHANGE] = 0
+    """Updates in succession that are skipped if their gradient is not finite; one more ends the run. A skipped update
+    changes no weight, moment or EMA, and learning rates do not count it. 0 skips none."""
     warmup_updates: PeriodOrZero = 0
     """Updates over which the learning rate rises linearly from 0."""
     warmup_ratio: Fraction = 0.0
@@ -71,7 +87,8 @@ class Learner:
         if mesh is not None and mesh.config.offload_weights != mesh.config.offload_optimizer:
             place = torch.device("cpu") if mesh.config.offload_optimizer else mesh.device
             kind = partial(MovedAdamW, device=mesh.device, place=place)
-        self._optimizer = kind(
+        grouped = partial(DecayGroups, kind=kind) if config.weight_decay_on == "matrices" else kind
+        self._optimizer = grouped(
             self.weights,
             betas=(float(config.betas[0]), float(config.betas[1])),
             eps=config.eps,
@@ -94,15 +111,22 @@ class Learner:
 
     def gradient_norm(self) -> float:
         """Return the gradient norm over all weights; NotFiniteError, naming a weight, if it is not finite."""
-        norm = float(total_norm([p.grad for p in self.weights.values() if p.grad is not None]))
+        norm = self._norm()
         if not math.isfinite(norm):
-            faulty = (key for key, p in self.weights.items() if p.grad is not None and not _finite(p.grad))
-            bad, role = next(faulty, "all weights together"), self.name.split("/")[0]
-            raise NotFiniteError(
-                f"{self.name}: the gradient of {bad} is not finite at update {self.updates}; weights unchanged. "
-                f"Lower {role}.learning_rate, or look at the batch; checkpoints never hold NaN or inf"
-            )
+            self._refuse()
         return norm
+
+    def _norm(self) -> float:
+        return float(total_norm([p.grad for p in self.weights.values() if p.grad is not None]))
+
+    def _refuse(self) -> NoReturn:
+        faulty = (key for key, p in self.weights.items() if p.grad is not None and not _finite(p.grad))
+        bad, role = next(faulty, "all weights together"), self.name.split("/")[0]
+        raise NotFiniteError(
+            f"{self.name}: the gradient of {bad} is not finite at update {self.updates}; weights unchanged. "
+            f"Lower {role}.learning_rate, look at the batch, or skip such updates with {role}.skip_not_finite; "
+            "checkpoints never hold NaN or inf"
+        )
 
     def step(self, norm: float) -> dict[str, float]:
         """Clip a gradient of this norm, update the weights once, and clear the gradient."""
@@ -110,12 +134,15 @@ class Learner:
             clip([p.grad for p in self.weights.values() if p.grad is not None], self.config.max_grad_norm, norm)
         learning_rate = self.config.learning_rate * self.rate_scale * learning_rate_factor(self.config, self.updates)
         self._optimizer.step(learning_rate, self.updates)
-        for p in self.weights.values():
-            p.grad = None
+        self._clear()
         self.updates += 1
         if self._ema:
             self._ema.update(self.updates)
         return {f"{self.name}/grad_norm": norm, f"{self.name}/learning_rate": learning_rate}
+
+    def _clear(self) -> None:
+        for p in self.weights.values():
+            p.grad = None
 
     @property
     def idle_in_passes(self) -> list[Tensor]:

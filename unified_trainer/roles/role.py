@@ -38,6 +38,7 @@ from unified_trainer.roles.experts import (
 )
 from unified_trainer.roles.learner import Learner, LearnerConfig
 from unified_trainer.roles.recompute import ActivationMemory
+from unified_trainer.roles.skipping import SkippingLearner
 
 __all__ = ["Frozen", "Precision", "Role", "RoleConfig", "Trainable", "TrainableConfig"]
 
@@ -277,8 +278,9 @@ class Trainable(Role):
 
     def __init__(self, name: str, networks: Backbone | ExpertPair, config: TrainableConfig) -> None:
         super().__init__(name, networks, config)
+        kind = SkippingLearner if config.skip_not_finite else Learner
         self._learners: dict[Expert, Learner] = {
-            expert: Learner(self.key(name, expert, "/"), self._own_weights(expert), config.of(expert), backbone.mesh)
+            expert: kind(self.key(name, expert, "/"), self._own_weights(expert), config.of(expert), backbone.mesh)
             for expert, backbone in self._backbones.items()
             if not expert or config.experts[expert].trained
         }

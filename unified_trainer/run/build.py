@@ -50,6 +50,7 @@ from unified_trainer.run.load_roles import load_roles
 from unified_trainer.run.offloaded_rollouts import OffloadedRollouts
 from unified_trainer.run.plan.plan import RunPlan, check
 from unified_trainer.run.plan.store import store_bytes
+from unified_trainer.run.profile import ProfiledTrainer
 from unified_trainer.run.settings.code import code_of
 from unified_trainer.run.settings.config import RunConfig, plain
 from unified_trainer.run.stop_signal import safe_point
@@ -120,9 +121,8 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None, mirror: Mirror
     )
     places = _check_workers(run, plan, roles, workers)
     rollouts = _rollouts(run, plan, roles, reward, loader, mesh, workers)
-    trainer = _trainer(
-        run, plan, roles, reward, codec, loader, rollouts, _guards(run, plan, roles, codec, requests, mesh)
-    )
+    guards = _guards(run, plan, roles, codec, requests, mesh)
+    trainer = _trainer(run, plan, roles, reward, codec, loader, rollouts, guards, output)
     validation = _validation(run, plan, roles, codec, reward, features, requests, mesh, workers)
     # Last, so that a folder of weights that is not whole is refused before any file is written.
     encoded = _encode(run, plan, codec, source, loader, requests if validation else (), mesh)
@@ -255,6 +255,7 @@ def _trainer(
     loader: Loader,
     rollouts: Rollouts | None,
     guards: Guards,
+    output: Path | None,
 ) -> Trainer:
     parts: dict[str, Any] = {"reward": reward} if plan.method.uses_reward else {}
     parts |= {"loader": loader} if "loader" in plan.method.parts() else {}
@@ -262,7 +263,8 @@ def _trainer(
     parts |= {"codec": codec} if plan.method.uses_codec else {}
     copies = {name: role for name, role in roles.items() if isinstance(role, WeightCopy)}
     method = plan.method(run.algorithm, run.sampler, **roles, **parts)
-    return Trainer(
+    kind = partial(ProfiledTrainer, run=run, folder=output) if run.profile and output else Trainer
+    return kind(
         method,
         {name: role for name, role in roles.items() if isinstance(role, Trainable)},
         loader,

@@ -53,11 +53,18 @@ class LoadedRole:
 
 
 def load_role(
-    spec: str, role: str, base: Path | None, mesh: Mesh, *, causal: bool, flags: Sequence[str] = ()
+    spec: str,
+    role: str,
+    base: Path | None,
+    mesh: Mesh,
+    *,
+    causal: bool,
+    flags: Sequence[str] = (),
+    families: Sequence[str] = (),
 ) -> LoadedRole:
     """Load a role of RUN[@step][:ema]; with `causal` as its sampler needs it, else bidirectional.
 
-    `flags` change settings of the run, such as its sampler.
+    `flags` change settings of the run, such as its sampler; `families` replace its model families.
     """
     _, metadata = find(spec)
     file = Spec.of(spec).run / "config.yaml"
@@ -65,7 +72,7 @@ def load_role(
         raise CheckpointError(f"{file} is missing: {spec} must be a run directory")
     if role not in roles_in(metadata):
         raise CheckpointError(f"{spec} holds no weights of --role {role}; have {', '.join(roles_in(metadata))}")
-    run = parse(["--resume", str(file.parent), *flags])
+    run = parse(["--resume", str(file.parent), *(["--families", *families] if families else []), *flags])
     method = method_named(run.method)
     declared = method.roles[role].kind
     kind = declared if issubclass(declared, Headed) else Trainable

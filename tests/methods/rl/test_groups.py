@@ -1,22 +1,27 @@
 """Advantages of groups: which reward each filter reads."""
 
+import re
+
 import pytest
 import torch
 from helpers import ALONE, CAPTIONS, LATENT_SHAPE, reward_of, small_batch, tiny_codec
 
+from unified_trainer.basics.errors import NotFiniteError
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Rollout
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.rl.groups import Advantages, GroupConfig, Groups
 from unified_trainer.methods.rl.rollouts import ScoredSamples
-from unified_trainer.rewards.reward import Scores
+from unified_trainer.rewards.reward import RewardConfig, RewardSum, Scores
 
 PARTS = torch.tensor([1.0, 3.0, 0.0, 0.2])  # two prompts with two samples each
 SIZES = {"num_prompts": 2, "num_samples": 2, "prompts_per_update": 2, "rollout_batch": 4, "update_batch": 4}
 
 
-def advantages_of(penalty: torch.Tensor | None = None, **changes) -> tuple[Advantages, dict[str, float]]:
+def advantages_of(
+    penalty: torch.Tensor | None = None, reward: RewardSum | None = None, **changes
+) -> tuple[Advantages, dict[str, float]]:
     config = GroupConfig(**SIZES | changes)
     batch = small_batch(4)
     batch = batch.__class__(**vars(batch) | {"prompt_ids": (0, 0, 1, 1)})
@@ -26,7 +31,7 @@ def advantages_of(penalty: torch.Tensor | None = None, **changes) -> tuple[Advan
         batch, Rollout.from_x0(torch.zeros(4, *LATENT_SHAPE)), scores, torch.zeros(4, dtype=torch.int64)
     )
     metrics: dict[str, float] = {}
-    return Groups(config, reward_of(), loader).advantages(samples, penalty, metrics), metrics
+    return Groups(config, reward or reward_of(), loader).advantages(samples, penalty, metrics), metrics
 
 
 def test_the_threshold_reads_the_reward_without_the_penalty():
@@ -47,3 +52,13 @@ def test_advantages_compare_the_rewards_minus_the_penalty():
     """1 - 5 and 3 - 1: the order of the first group stays; 0 - 0 and 0.2 - 1: that of the second is reversed."""
     found, _ = advantages_of(torch.tensor([5.0, 1.0, 0.0, 1.0]))
     assert found.values.sign().tolist() == [-1, 1, 1, -1]
+
+
+@pytest.mark.parametrize(("weight", "row"), [(1.2e38, 1), (-1e200, 0), (1.7e308, 0)])  # float32 ends at 3.4e38
+@pytest.mark.parametrize("advantage", ["grpo", "gdpo", "global"])
+def test_a_weighted_sum_that_is_not_finite_names_scorer_prompt_and_sample(weight, row, advantage):
+    """Scores of 1 and 3 are real numbers; weighted they are none of float32, whose squares the advantages add up."""
+    reward = RewardSum(RewardConfig(kind="near", weight=weight, allow_negative=True))
+    said = rf"reward: near: the reward of sample {row} \('{re.escape(CAPTIONS[row])}'\) is not finite"
+    with pytest.raises(NotFiniteError, match=said):
+        advantages_of(reward=reward, advantage=advantage)

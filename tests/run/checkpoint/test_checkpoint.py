@@ -271,6 +271,10 @@ def test_a_folder_is_called_what_it_is_called(tmp_path):
     odd.mkdir()
     assert Spec.of(odd) == (odd, None, False)
     assert Spec.of(f"{odd}@3:ema") == (odd, 3, True)
+    for spec, kind in ((f"{odd}:emma", "emma"), (f"{odd}@3:Ema", "Ema"), (f"{odd}@latest:EMA", "EMA")):
+        with pytest.raises(UserError, match=f"the kind of weights '{kind}' is not known; did you mean ema"):
+            Spec.of(spec)
+    assert Spec.of("absent:emma").run == Path("absent:emma")
     assert Spec.of("runs/a@12") == (Path("runs/a"), 12, False)
     assert Spec.of("runs/a:ema") == (Path("runs/a"), None, True)
 

@@ -18,6 +18,7 @@ from helpers import OF_CLIPS, REPO, SMALL, WAN, command, copy_of, rewrite, shell
 from unified_trainer.__main__ import COMMANDS, command_named, main
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Range, above, at_least
+from unified_trainer.basics.suggestions import GONE as REMOVED
 from unified_trainer.basics.suggestions import RANKS, USUAL, nearest
 from unified_trainer.rewards.base import ScorerConfig
 from unified_trainer.roles.role import TrainableConfig
@@ -102,6 +103,39 @@ def test_what_other_trainers_call_a_setting_leads_to_one():
         keys = [key for method in METHODS for key in nearest(name, settings_of_method(method))]
         lost += [name] * (not any(f".{key}".endswith(tuple(f".{end}" for end in meant)) for key in keys))
     assert lost == []
+
+
+GONE = [
+    ("--student.activation-checkpointing", "is gone: --ROLE.activation-memory none, selective, full or a number of bl"),
+    ("--live", "is gone: --tracking.tensorboard and the command watch show curves"),
+    ("--parallel.offload", "is gone: --parallel.offload-weights and --parallel.offload-optimizer"),
+    ("--algorithm.credit.discount", "is gone: rewards are of whole samples"),
+]
+
+
+def test_a_removed_flag_says_what_took_its_place():
+    for wrong, instead in GONE:
+        assert refused_flags("dance_grpo", wrong, "1").startswith(f"{wrong} {instead}")
+    existing = {key for method in METHODS for key in settings_of_method(method)}
+    assert {key for key in REMOVED if key in existing} == set()
+    named = {word.strip(",").removeprefix("--") for words in REMOVED.values() for word in words.split() if "--" in word}
+    keys = {name.replace("-", "_").replace("ROLE", "student").replace("NAME", "kind") for name in named}
+    assert keys <= existing
+
+
+def test_weights_to_start_with_need_a_method():
+    for words in (["--init-from", "runs/x"], ["--student.path=model"], ["--student.path", "m", "--recipe", "tiny"]):
+        flag = words[0].partition("=")[0]
+        assert refused(*words).startswith(f"{flag} needs --method NAME, the method that trains these weights: awm, ")
+
+
+def test_another_method_is_pointed_to_init_from(tmp_path):
+    settings.save(run_of("dmd2"), tmp_path / "config.yaml")
+    assert refused("--resume", str(tmp_path), "--method", "dance_grpo").endswith(
+        "is a run of dmd2, not of dance_grpo: leave --method out, or begin a run of dance_grpo with its weights: "
+        f"--method dance_grpo --init-from {tmp_path}"
+    )
+    assert refused("--config", str(tmp_path / "config.yaml"), "--method", "awm").endswith("leave --method out")
 
 
 def test_the_number_of_ranks_is_set_by_torchrun():
@@ -204,7 +238,6 @@ IN_A_FILE = [
     ("ray: {ranks: true}", "ray.ranks must be a whole number, not 'True'"),  # the default is 1
     ("async_save: 1", "async_save must be true or false, not 1"),
     ("async_save: 'true'", "async_save must be true or false, not 'true'"),
-    ("tracking: {wandb: off}", "tracking.wandb is read as false; write 'off' in quotes"),
     ("algorithm: {batch_size: 3}", "algorithm.batch_size is a setting of "),
     ("method: 3", "--method '3' is not known"),
 ]

@@ -148,7 +148,7 @@ def test_a_copy_on_every_rank_sends_gradients_alone():
     gradients = 4 * sharded.parameters["student"]
     assert sharded.inside == pytest.approx(7 / 8 * 3 * gradients, rel=1e-6) and sharded.across == 0
     assert copies.inside == 0 and copies.across == pytest.approx(2 * 7 / 8 * gradients, rel=1e-6)
-    assert sharded.replicated == (copies.sent, copies.memory.total(copies.memory.peak))
+    assert sharded.replicated(1) == (copies.sent, copies.memory.total(copies.memory.peak))
 
 
 def test_a_model_of_unknown_size_is_refused(capsys):
@@ -275,3 +275,46 @@ def test_epochs_of_prompts_are_counted_and_those_of_clips_are_asked_for(tmp_path
     assert grown.hours(card) == pytest.approx(whole.hours(card), rel=0.05)
     with pytest.raises(UserError, match="plan counts the rows of --prompts alone"):
         estimate(parse(["--recipe", "wan2.1-1.3b", "--method", "finetune", "--epochs", "2"]), 8)
+
+
+POLICY = ["--method", "dance_grpo", *SMALL, "--algorithm.num-prompts", "4", "--algorithm.num-samples", "2"]
+POLICY += ["--algorithm.prompts-per-update", "4", "--algorithm.rollout-batch", "2", "--validate-every", "0"]
+
+
+@pytest.mark.slow
+def test_workers_take_the_samples_off_the_training_processes():
+    """Work is moved, and not lost: 2 ranks with one worker of a card take twice what a rank has sampled before."""
+    card = read_hardware("2xH200")
+    alone, apart, ahead, scored = (
+        estimate(parse([*POLICY, *words]), 2)
+        for words in (
+            (),
+            ("--rollouts.workers", "1"),
+            ("--rollouts.workers", "1", "--rollouts.ahead", "1"),
+            ("--rollouts.workers", "2", "--rollouts.reward-workers", "3", "--rollouts.reward-gpus", "0.5"),
+        )
+    )
+    assert [one.cards for one in (alone, apart, ahead, scored)] == [2, 3, 3, 5.5]
+    made, trained = (sum(work.seconds(card).values()) for work in (apart.sampled + apart.scored, apart.work))
+    whole = sum(alone.work.seconds(card).values())
+    assert made / 2 + trained == pytest.approx(whole) and 0 < trained < whole
+    waits = {name: one.seconds(card)["waiting for workers"] for name, one in (("apart", apart), ("ahead", ahead))}
+    assert alone.seconds(card)["waiting for workers"] == 0 and waits["apart"] == pytest.approx(made)
+    busy = sum(ahead.seconds(card).values()) - waits["ahead"]
+    assert waits["ahead"] == pytest.approx(max(0.0, made - busy))
+    halves = (sum(work.seconds(card).values()) for work in (scored.sampled.times(2), scored.scored.times(3)))
+    assert sum(halves) == pytest.approx(made)
+
+
+@pytest.mark.slow
+def test_a_price_and_copies_on_nodes(capsys):
+    words = ["plan", *POLICY, "--algorithm.num-prompts", "16", "--algorithm.prompts-per-update", "16"]
+    words += ["--hardware", "16xH200", "--parallel.replicate", "1", "--price", "2.5", "--rollouts.workers", "4"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["estimated"]
+    assert (found["devices"], found["device_hours"]) == (20, pytest.approx(20 * found["hours"]))
+    assert found["cost"] == pytest.approx(2.5 * found["device_hours"])
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "on 20 cards, of which workers have 4" in said and "at 2.5 for a card and hour" in said
+    assert "with a copy on every node" in said and "--parallel.replicate 0 --parallel.shard 8" in said

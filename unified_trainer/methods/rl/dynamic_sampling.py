@@ -61,8 +61,9 @@ class DynamicSampling:
     def _further(self, samples: ScoredSamples, step: int) -> dict[int, int]:
         """Return further prompts by the slots of the groups of equal rewards that they replace."""
         mesh = self._loader.mesh
-        parts = samples.scores.gathered(mesh).parts
-        equal = equal_groups(self._config, self._reward, parts, gather_ids(samples.batch, parts, mesh))
+        scores = samples.scores.gathered(mesh)
+        rewards, ids = samples.rewards(self._reward, scores, mesh), gather_ids(samples.batch, scores.parts, mesh)
+        equal = equal_groups(self._config, rewards, scores.parts, ids)
         slots = mesh.gather(_slots(samples, self._loader).to(equal.device))
         empty = slots[equal].unique().tolist()
         return dict(zip(empty, self._loader.further(step, self._drawn, len(empty)), strict=False))

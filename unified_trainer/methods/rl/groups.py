@@ -84,7 +84,7 @@ class Groups:
         """
         config, mesh = self._config, self._mesh
         gathered = samples.scores.gathered(mesh)
-        ids, rewards = gather_ids(samples.batch, gathered.parts, mesh), self._reward.total(gathered.parts)
+        ids, rewards = gather_ids(samples.batch, gathered.parts, mesh), samples.rewards(self._reward, gathered, mesh)
         advantages, equal = self._compare(gathered.parts, rewards, ids, penalty)
         below = below_threshold(rewards, ids, config.reward_threshold)
         advantages[below | equal] = 0.0
@@ -109,7 +109,7 @@ class Groups:
         if penalty is not None:
             rewards = rewards - self._mesh.gather(penalty).cpu().double()
             return group_advantages(rewards, ids, config.advantage), zero_variance(rewards, ids)
-        equal = equal_groups(config, self._reward, parts, ids)
+        equal = equal_groups(config, rewards, parts, ids)
         if config.advantage == "gdpo":  # compares each part in its group, before the parts are weighted
             weights = list(self._reward.weights.values())
             return group_advantages(parts, ids, "gdpo", weights=weights), equal
@@ -153,12 +153,12 @@ def reward_metrics(rewards: PerSample, ids: Int[Tensor, " all"]) -> Metrics:
 
 
 def equal_groups(
-    config: GroupConfig, reward: RewardSum, parts: Float[Tensor, "all r"], ids: Int[Tensor, " all"]
+    config: GroupConfig, rewards: PerSample, parts: Float[Tensor, "all r"], ids: Int[Tensor, " all"]
 ) -> Bool[Tensor, " all"]:
     """Return the samples of groups of equal rewards; for gdpo, of groups whose parts are all equal."""
     if config.advantage == "gdpo":
         return torch.stack([zero_variance(part, ids) for part in parts.unbind(1)]).all(0)
-    return zero_variance(reward.total(parts), ids)
+    return zero_variance(rewards, ids)
 
 
 def gather_ids(batch: Batch, like: Tensor, mesh: Mesh) -> Int[Tensor, " all"]:

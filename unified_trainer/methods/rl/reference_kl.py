@@ -15,6 +15,7 @@ from unified_trainer.methods.rl.replay import Trajectories, Transition
 from unified_trainer.numerics.kernels import Policy
 from unified_trainer.numerics.kl import AdaptiveKL, KLKind, gaussian_kl, gaussian_kl_estimate
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.rewards.reward import check_real
 from unified_trainer.roles.role import Frozen
 from unified_trainer.sampling.equal_rows import EqualRows
 from unified_trainer.sampling.solver import SamplerConfig, policy_velocity
@@ -92,8 +93,10 @@ class ReferenceKL:
         """Return the penalty on each sample's reward, and note it; None without a KL in the reward."""
         if not self.in_reward:
             return None
-        kl, coefficient = self.of_samples(trajectories), self.coefficient
-        metrics |= self.adapt(mesh.gather(kl))
+        kl, coefficient, batch = self.of_samples(trajectories), self.coefficient, trajectories.batch
+        everywhere = mesh.gather(kl)
+        check_real(coefficient * everywhere, lambda row: "its KL: ", batch.prompts, mesh.data_rank * len(batch))
+        metrics |= self.adapt(everywhere)
         return coefficient * kl
 
     def adapt(self, kl: Tensor) -> Metrics:

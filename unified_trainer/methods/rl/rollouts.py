@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from unified_trainer.basics.types import Batch, Latents, Rollout
+from unified_trainer.basics.types import Batch, Latents, PerSample, Rollout
 from unified_trainer.methods.base import Metrics
 from unified_trainer.methods.rl.kept_rollout import KeptRollout, RolloutParts, join
 from unified_trainer.methods.rl.rollout_config import TrajectoryPlace
@@ -20,7 +20,7 @@ from unified_trainer.models.base import Codec
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.meter import phase
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rewards.reward import Reward, Scores
+from unified_trainer.rewards.reward import Reward, RewardSum, Scores
 from unified_trainer.sampling.shared_calls import kept_for_the_next_part
 
 STORED = 2**32  # a group that was made some training steps ago has its prompt id plus that many times this
@@ -39,6 +39,10 @@ class ScoredSamples:
     scores: Scores
     versions: Int[Tensor, " b"]  # of the weights that made each sample; on the CPU
     made_in: Mapping[int, int] = field(default_factory=dict)  # by sample id, the earlier training step that drew noise
+
+    def rewards(self, reward: RewardSum, scores: Scores, mesh: Mesh) -> PerSample:
+        """Return the rewards of all ranks' gathered scores; NotFiniteError names a sample, and a prompt if here."""
+        return reward.total(scores.parts, self.batch.prompts, mesh.data_rank * len(self.batch))
 
     def replaced(self, rows: Sequence[int], others: "ScoredSamples") -> "ScoredSamples":
         """Return these samples with the first of the others in the given rows."""

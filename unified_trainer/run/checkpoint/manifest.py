@@ -15,6 +15,7 @@ import torch
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import is_weights, read_text
+from unified_trainer.basics.suggestions import must_know
 from unified_trainer.parallel.mesh import Mesh
 
 FILE = "manifest.json"
@@ -46,6 +47,9 @@ class Spec(NamedTuple):
         parts = re.fullmatch(r"(?P<run>.+?)(?:@(?P<step>[0-9]+))?(?P<ema>:ema)?", str(text))
         if parts is None or Path(text).is_dir():
             return cls(Path(text), None, False)
+        place, _, kind = parts["run"].rpartition(":")
+        if any(Path(run).is_dir() for run in (place, place.rpartition("@")[0]) if run) and "/" not in kind:
+            must_know(f"{text}: the kind of weights", kind, ["ema"])
         return cls(Path(parts["run"]), int(parts["step"]) if parts["step"] else None, bool(parts["ema"]))
 
 

@@ -34,7 +34,7 @@ class UnmovedWeights:
         if not any(updates.values()) and len(still) < len(before):
             return ""
         self._warned = True
-        why = "samples without an advantage and losses of 0 make none (see skipped_updates)"
+        why = "samples without an advantage and losses of 0 make none (see skipped_updates and not_finite_count)"
         if any(updates.values()):
             why = "look at learning_rate, max_grad_norm and precision"
         listed = ", ".join(f"{name} ({count} updates)" for name, count in updates.items())

@@ -38,6 +38,12 @@ def in_words(run: RunConfig, batch: BatchPlan, rows: int) -> dict[str, str]:
     return counts
 
 
+def note_repeats(run: RunConfig, batch: BatchPlan, rows: int) -> str:
+    """Return a warning where a training step has more prompts or clips than there are; "" elsewhere."""
+    taken = f"warning: a training step takes {batch.prompts} {run.trains_on}, and there are {rows}: it repeats some"
+    return taken if rows < batch.prompts else ""
+
+
 def with_updates(run: RunConfig, roles: Mapping[str, RolePlan]) -> dict[str, RolePlan]:
     """Return the roles with the counts of updates that are shares of the run's.
 

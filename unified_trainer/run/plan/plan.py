@@ -36,7 +36,7 @@ from unified_trainer.run.plan.faults import with_others
 from unified_trainer.run.plan.flow_maps import check_flow_maps
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
 from unified_trainer.run.plan.images import check_images, conditions_on_first_frame
-from unified_trainer.run.plan.length import in_words, row_count, with_steps, with_updates
+from unified_trainer.run.plan.length import in_words, note_repeats, row_count, with_steps, with_updates
 from unified_trainer.run.plan.roles import RolePlan, check_roles, left_at_base, plan_roles, role_path, without_adapter
 from unified_trainer.run.plan.shift import note_shift
 from unified_trainer.run.plan.sparse import check_sparse
@@ -160,6 +160,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         left_at_base(run, roles),
         check_causal_teacher(run, roles),
         sparse_note,
+        note_repeats(run, batch, rows),
         note_shift(folder, family.tokens(folder, latent_shape), run.sampler.shift),
         *note_files(run, batch, prompts, clips, mesh.data_size),
     )

@@ -45,12 +45,21 @@ SHARES = {"steps": "epochs", "warmup_updates": "warmup_ratio", "lr_decay_updates
 
 def parse(argv: Sequence[str]) -> RunConfig:
     """Return the run that the command line asks for; UserError names a wrong flag, or a wrong key and its file."""
+    _ask_for_method(argv)
     run = before_flags(argv)
     with _other_methods_named(run):
         names = [name.removeprefix("--") for name, _ in split(argv)]
         run = apply(_with_named(run, dict.fromkeys(names, "")), argv)
     _refuse_decided(run, [name.replace("-", "_") for name in names])
     return _accepted(run)
+
+
+def _ask_for_method(argv: Sequence[str]) -> None:
+    """Raise ConfigError for weights to start with where no method is named, and no file that may name one."""
+    sources, given = _Sources.read(argv), {name.replace("_", "-") for name, _ in split(argv)}
+    flag = "--init-from" if sources.init_from else "--student.path"
+    if flag in given and sources.method is None and sources.saved is None:
+        raise ConfigError(f"{flag} needs --method NAME, the method that trains these weights: {', '.join(METHODS)}")
 
 
 def with_settings(run: RunConfig, settings: Mapping[str, Any], origin: str) -> RunConfig:
@@ -113,7 +122,13 @@ def before_flags(argv: Sequence[str]) -> RunConfig:
         saved |= dict.fromkeys(("parallel.offload_weights", "parallel.offload_optimizer"), saved.pop(OFFLOAD))
     name = sources.method or str(saved.get("method", "dance_grpo"))
     if str(saved.get("method", name)) != name:
-        raise ConfigError(f"{sources.saved} is a run of {saved['method']}, not of {name}: leave --method out")
+        raise ConfigError(
+            f"{sources.saved} is a run of {saved['method']}, not of {name}: leave --method out"
+            + (
+                f", or begin a run of {name} with its weights: --method {name} --init-from {sources.run}"
+                * sources.resumed
+            )
+        )
     recipe = sources.recipe or str(saved.get("recipe", ""))
     # A saved run has all its settings; those that are newer keep the code's defaults, whatever its recipe says today.
     sections = load_recipe(recipe) if recipe and not sources.resumed else {}

@@ -210,6 +210,11 @@ class RunConfig:
     """Validation metric that ranks them."""
     best_is: Annotated[Literal["highest", "lowest"], MAY_CHANGE] = "highest"
     """Order of that metric."""
+    profile: Annotated[bool, MAY_CHANGE] = False
+    """Trace one training step with torch's profiler, on each rank, into RUN/profile, which ui.perfetto.dev opens."""
+    profile_step: Annotated[Count, MAY_CHANGE] = 2
+    """Number of that step after the run is started or resumed: the first one compiles. The last one, if fewer are
+    left."""
     validate_every: Annotated[PeriodOrZero, MAY_CHANGE] = 10
     """Training steps between validations; one runs before the first step and after the last too. 0 is never."""
     validate_only: Annotated[bool, MAY_CHANGE] = False

@@ -21,14 +21,20 @@ import tyro
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import reason
-from unified_trainer.basics.suggestions import RANKS, nearest
+from unified_trainer.basics.suggestions import RANKS, nearest, replacement
 from unified_trainer.run.settings.settings import REQUIRED, AllRunFlags, RunFlags, Setting, check_ranges, settings_of
 
 TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")  # what a switch might be given, and does not take
 DASHES = re.compile(r"[\u2010-\u2015\u2212]+-?|-(?=[A-Za-z])")  # in place of the two hyphens of a flag
 BOX = re.compile(r"[\u2500-\u257f]+|-{4,}")  # frames around tyro's messages
+UNIONS = (typing.Union, types.UnionType)
 OUTLINE = "Given"  # name of a class that has the given settings of a section
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Path: "a path"}
+# Of a type of several kinds of values: the words for true, false and nothing, as YAML has them, and as tyro reads them.
+SPELLINGS: dict[type, dict[str, str]] = {
+    bool: dict.fromkeys(("true", "yes", "on"), "True") | dict.fromkeys(("false", "no", "off"), "False"),
+    type(None): dict.fromkeys(("none", "null"), "None"),
+}
 
 
 class UnknownFlagError(UserError):
@@ -38,7 +44,9 @@ class UnknownFlagError(UserError):
         self.name, self.key = name, key  # as it was written, and as a key such as student.learning_rate
         below = [one for one in known if one.startswith(f"{key}.")]
         shown = [known[one].shown if name.startswith("-") else one for one in below[:1] or nearest(key, known)]
-        if below:
+        if instead := "" if below else replacement(key):
+            super().__init__(f"{name} is gone: {instead}")
+        elif below:
             super().__init__(f"{name} is a group of settings: name one of them, such as {shown[0]}")
         else:
             way_out = f"did you mean {' or '.join(shown)}?" if shown else "--help-all lists all there are"
@@ -71,6 +79,7 @@ def apply(tree: Any, words: Sequence[str], file: str = "") -> Any:
                 if of_run:
                     return functools.partial(apply(tree, own), **{argument.name: tuple(of_run)})
     known = {setting.key: setting for setting in settings_of(tree)}
+    words = _spelled(words, known)
     given, stray = _look_up(words, known)
     for flag in given:
         if flag.values == [""] and flag.setting.never_empty:
@@ -121,12 +130,31 @@ def words_of(values: Mapping[str, Any], known: Mapping[str, Setting], file: str)
             given = "empty" if value is None else repr(value)
             raise UserError(f"{file}: {key} must be {described(setting.kind)}, not {given}")
         elif value is False and "off" in typing.get_args(setting.kind):
-            raise UserError(f"{file}: {key} is read as false; write 'off' in quotes")
+            words.append(f"{setting.flag}=off")  # which YAML reads as false
         elif isinstance(value, (list, tuple)):
             words += [setting.flag, *map(str, value)]
         else:
             words.append(f"{setting.flag}={value}")
     return words
+
+
+def _spelled(words: Sequence[str], known: Mapping[str, Setting]) -> list[str]:
+    """Return the words with true, false and nothing, as values of a type of several kinds, in tyro's spelling."""
+    spelled, kind = list[str](), None
+    for word in words:
+        name, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if name:
+            setting = known.get(name[2:].replace("-", "_"))
+            kind = setting.kind if setting else None
+        spelled.append(f"{name}{equals}{_spelling(kind, value)}")
+    return spelled
+
+
+def _spelling(kind: Any, value: str) -> str:
+    parts = typing.get_args(kind) if typing.get_origin(kind) in UNIONS else ()
+    if {str, Path} & {*parts} or value in (choice for part in parts for choice in choices(part)):
+        return value
+    return next((SPELLINGS[part][value.lower()] for part in parts if value.lower() in SPELLINGS.get(part, ())), value)
 
 
 def described(kind: Any) -> str:
@@ -149,7 +177,7 @@ def choices(kind: Any) -> tuple[Any, ...]:
     inner = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
         return inner
-    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
+    if typing.get_origin(kind) not in UNIONS:
         return ()
     parts = [choices(member) for member in inner if member is not type(None)]
     return tuple(choice for part in parts for choice in part) if all(parts) else ()
@@ -187,10 +215,17 @@ def _outline(tree: Any, given: Mapping[str, Setting], prefix: str = "") -> type:
         key, marked = f"{prefix}{name}", tyro.conf.arg(name=name.replace("_", "-"), help="")
         if key in given:
             default = dataclasses.field(default_factory=functools.partial(_same, inner))
-            fields.append((_field(name), Annotated[given[key].kind, marked], default))
+            fields.append((_field(name), Annotated[_text_last(given[key].kind), marked], default))
         elif any(one.startswith(f"{key}.") for one in given):
             fields.append((_field(name), Annotated[_outline(inner, given, f"{key}."), marked], dataclasses.field()))
     return dataclasses.make_dataclass(OUTLINE, fields, kw_only=True)
+
+
+def _text_last(kind: Any) -> Any:
+    """Return a type of several kinds of values with texts and paths behind the others, whose words they take too."""
+    if typing.get_origin(kind) not in UNIONS:
+        return kind
+    return typing.Union[*sorted(typing.get_args(kind), key=(str, Path).__contains__)]
 
 
 def _replaced(tree: Any, values: Any) -> Any:

@@ -89,6 +89,12 @@ class WorkerConfig:
         others = self.reward_cpus * self.reward_workers + self.evaluation_cpus * self.evaluation_workers
         return self.cpus * self.ranks * self.workers + others
 
+    @property
+    def devices(self) -> float:
+        """Devices of all workers, beside those of the training processes."""
+        others = self.reward_gpus * self.reward_workers + self.evaluation_gpus * self.evaluation_workers
+        return self.gpus * self.ranks * self.workers + others
+
     def check(self, sampled: bool, method: str, validate_every: int) -> None:
         """Raise UserError, naming the key, unless the settings fit the method; `sampled`: it asks for samples."""
         if self.workers and not sampled:

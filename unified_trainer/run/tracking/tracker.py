@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -30,11 +30,13 @@ SHOWN = {  # in the terminal: training metric -> its name there
     "critic_to_teacher_error": "critic error",
     "log_ratio": "log-ratio",
     "student/grad_norm": "grad",
+    "student/not_finite_count": "skipped",
     "samples_per_second": "samples/s",
 }
 
 
 PHASE_WIDTH = 23  # characters, so that the numbers behind it stay in place
+SKIPPED = "/not_finite_count"  # ends the names of metrics of skipped updates
 SMOOTHED = 10  # training steps whose mean the progress bar shows
 VALIDATED = {"validation/reward": "reward", "validation/accuracy": "accuracy", "validation/frechet": "Frechet"}
 
@@ -83,13 +85,14 @@ class Tracker:
         self._task = self._progress.add_task("train", total=steps, completed=start, left="", phase="", numbers="")
         self._recent: dict[str, deque[float]] = {}
         self._validations: list[tuple[int, dict[str, float]]] = []  # the first and the last of the run
+        self._skipped = Counter[str]()  # updates of the run, by metric
         self._trackers: list[ExternalTracker] = []
         self._began = time.monotonic()
         if not active:
             return
         self._metrics = MetricsFile(run / METRICS, start, self.say, unvalidated)
         for row in self._metrics.rows:
-            self._note_validation(row["step"], row)
+            self._note(row["step"], row)
         for kind in tracker_classes(config):
             with working_on(f"tracker {kind.__name__}"):
                 self._trackers.append(kind(RunInfo(run, settings, config, start)))
@@ -116,7 +119,7 @@ class Tracker:
             return
         self._metrics.write({"step": step, "time": round(time.time(), 3), **metrics})
         self._each(lambda tracker: tracker.log(step, metrics))
-        self._note_validation(step, metrics)
+        self._note(step, metrics)
         if advance:
             self._advance(step, metrics)
         elif step == self._start == self._done:
@@ -145,9 +148,9 @@ class Tracker:
         if not self.active:
             return
         self._metrics.rewind(step)
-        self._validations = []
+        self._validations, self._skipped = [], Counter()
         for row in self._metrics.rows:
-            self._note_validation(row["step"], row)
+            self._note(row["step"], row)
         self._each(lambda tracker: tracker.rewind(step))
         self._progress.update(self._task, completed=step)
         self._start, self._done, self._began = step, step, time.monotonic()  # the time left is estimated from here on
@@ -165,6 +168,9 @@ class Tracker:
                 if name in before and name in after
             ]
             parts += [f"validation of step {first} -> {last}: {', '.join(values)}"] if values else []
+        for name, count in (+self._skipped).items():
+            role = name.removeprefix("train/").removesuffix(SKIPPED)
+            parts.append(f"{count:.0f} updates of {role} skipped, whose gradient was not finite")
         parts.append(f"metrics, checkpoints and videos in {self._run}")
         self.say("; ".join(parts))
 
@@ -189,7 +195,8 @@ class Tracker:
         groups = [" ".join(["val", *values])] if values else []
         self._progress.update(self._task, numbers="; ".join([*groups, " ".join(means)]))
 
-    def _note_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _note(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._skipped.update({name: value for name, value in metrics.items() if name.endswith(SKIPPED)})
         if any(name.startswith("validation/") for name in metrics):
             self._validations = [*self._validations[:1], (step, dict(metrics))]
 
@@ -217,7 +224,10 @@ class Tracker:
 
 
 class Means:
-    """Means of metrics by name: a number counts once, a vector once per element; names ending in _max are maxima."""
+    """Means of metrics by name: a number counts once, a vector once per element; names ending in _max are maxima.
+
+    Those ending in _count are sums over the updates of a step, which all ranks make together.
+    """
 
     def __init__(self) -> None:
         self._given: dict[str, list[Tensor]] = {}  # vectors, on the CPU or a device
@@ -252,7 +262,7 @@ class Means:
         rows = mesh.gather(torch.tensor([list(totals.values())], dtype=torch.float64))
         result = {}
         for i, name in enumerate(totals):
-            if name.endswith("_max"):
+            if name.endswith(("_max", "_count")):
                 result[name] = rows[:, i, 0].max().item()
             elif count := rows[:, i, 1].sum().item():
                 result[name] = rows[:, i, 0].sum().item() / count

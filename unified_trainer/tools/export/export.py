@@ -45,6 +45,7 @@ def export(
     components: Literal["link", "copy", "none"] = "link",
     max_shard_size: str = "10GB",
     base: Path | None = None,
+    families: tuple[str, ...] = (),
 ) -> None:
     """Write a role's weights as a folder that diffusers loads, and check them by loading them again.
 
@@ -62,9 +63,10 @@ def export(
             none.
         max_shard_size: Largest size of one file of weights.
         base: Pipeline folder that the role started from, if it is no longer where the run found it.
+        families: Model families of your own, in place of those of the run.
     """
     check_empty(out)
-    loaded = load_role(run, role, base, Mesh(torch.device("cpu")), causal=False)
+    loaded = load_role(run, role, base, Mesh(torch.device("cpu")), causal=False, families=families)
     if adapter != "merge" and not loaded.role.config.adapter.rank:
         raise UserError(f"--adapter {adapter}: {run} trained all weights of {role}; leave it out")
     with new_folder(out) as folder:

@@ -15,7 +15,7 @@ from unified_trainer.run.settings.settings import AllRunFlags
 from unified_trainer.tools.plan.advice import Better, better_settings, fitting_blocks
 from unified_trainer.tools.plan.cost import CONVOLUTIONS, LINKS, PRODUCTS, PUBLISHED, TRAFFIC
 from unified_trainer.tools.plan.estimate import Estimate, estimate
-from unified_trainer.tools.plan.hardware import RESERVE, Hardware, read_hardware
+from unified_trainer.tools.plan.hardware import NODE, RESERVE, Hardware, read_hardware
 from unified_trainer.tools.plan.placement import placement, weights_for_workers
 
 GIB = 2**30
@@ -26,6 +26,7 @@ def plan(
     hardware: str = "8xH200",
     mfu: PositiveFraction | None = None,
     bandwidth: Positive | None = None,
+    price: Positive | None = None,
     json: bool = False,
     settings: AllRunFlags = (),
 ) -> int:
@@ -39,6 +40,7 @@ def plan(
         mfu: Part of the dense bf16 peak that networks reached in a measurement. By default it is estimated from
             products and memory traffic.
         bandwidth: TB/s of the memory of a card, in place of its data sheet's.
+        price: Price of a card for an hour, in any currency: the run's cost is then added.
         json: Print JSON instead of tables.
     """
     machine = read_hardware(hardware)
@@ -49,10 +51,12 @@ def plan(
     peak = planned.memory.total(planned.memory.peak)
     fits = peak <= machine.usable
     if not json:
-        _print(planned, machine, mfu, fits=fits)
+        _print(planned, machine, mfu, price, fits=fits)
     alone, together = ([], None) if fits else _advice(run, planned, machine, peak)
     if json:
-        say(json_format.dumps(_plain(planned, machine, mfu, fits=fits, alone=alone, together=together), indent=1))
+        say(
+            json_format.dumps(_plain(planned, machine, mfu, price, fits=fits, alone=alone, together=together), indent=1)
+        )
     elif not fits:
         _say_better(machine, alone, together)
     return 0 if fits else DOES_NOT_FIT
@@ -65,9 +69,16 @@ def _advice(run: RunConfig, planned: Estimate, machine: Hardware, peak: float) -
 
 
 def _plain(
-    planned: Estimate, machine: Hardware, mfu: float | None, *, fits: bool, alone: list[Better], together: Better | None
+    planned: Estimate,
+    machine: Hardware,
+    mfu: float | None,
+    price: float | None,
+    *,
+    fits: bool,
+    alone: list[Better],
+    together: Better | None,
 ) -> dict[str, Any]:
-    memory = planned.memory
+    memory, hours = planned.memory, planned.hours(machine, mfu)
     return {
         "measured": {},
         "computed": {
@@ -92,8 +103,10 @@ def _plain(
             "fits": fits,
             "seconds_of_a_step": sum(planned.seconds(machine, mfu).values()),
             "seconds_by_kind": planned.seconds(machine, mfu),
-            "hours": planned.hours(machine, mfu),
-            "device_hours": planned.ranks * planned.hours(machine, mfu),
+            "hours": hours,
+            "devices": planned.cards,
+            "device_hours": planned.cards * hours,
+            "cost": None if price is None else price * planned.cards * hours,
             "better_settings": [_entry(better) for better in alone],
             "better_settings_together": _entry(together) if together else None,
             "samples": placement(planned, machine.usable),
@@ -106,11 +119,11 @@ def _entry(better: Better) -> dict[str, Any]:
     return {"flags": better.flags, "peak_bytes": better.peak}
 
 
-def _print(planned: Estimate, machine: Hardware, mfu: float | None, *, fits: bool) -> None:
+def _print(planned: Estimate, machine: Hardware, mfu: float | None, price: float | None, *, fits: bool) -> None:
     screen = console()
     if not screen.is_terminal:
         screen.width = WIDTH
-    screen.print(_overview(planned, machine, mfu, fits=fits))
+    screen.print(_overview(planned, machine, mfu, price, fits=fits))
     screen.print(_memory(planned))
     screen.print(_calls(planned))
     for note in assumptions(planned, machine, mfu):
@@ -123,7 +136,7 @@ def _print(planned: Estimate, machine: Hardware, mfu: float | None, *, fits: boo
         say(f"does not fit {machine.count} x {machine.name}, because {needs}")
 
 
-def _overview(planned: Estimate, machine: Hardware, mfu: float | None, *, fits: bool) -> Table:
+def _overview(planned: Estimate, machine: Hardware, mfu: float | None, price: float | None, *, fits: bool) -> Table:
     memory, run, video, counts = planned.memory, planned.run, planned.run.video, planned.table
     seconds, hours = planned.seconds(machine, mfu), planned.hours(machine, mfu)
     need, have = _gib(memory.total(memory.peak)), _gib(machine.usable)
@@ -134,7 +147,10 @@ def _overview(planned: Estimate, machine: Hardware, mfu: float | None, *, fits: 
     rows.add_row("a training step", f"{counts['prompts']} prompts x {counts['samples per prompt']} samples")
     rows.add_row("seconds of a step, estimated", f"{sum(seconds.values()):.3g}: {_listed(seconds)}")
     rows.add_row(f"hours of {run.steps} steps, estimated", f"{hours:.3g}, with validations every {run.validate_every}")
-    rows.add_row("card hours, estimated", f"{hours * planned.ranks:.3g}")
+    of_workers = f", of which workers have {planned.run.rollouts.devices:g}" if planned.cards > planned.ranks else ""
+    rows.add_row("card hours, estimated", f"{hours * planned.cards:.3g} on {planned.cards:g} cards{of_workers}")
+    if price is not None:
+        rows.add_row("cost, estimated", f"{hours * planned.cards * price:.6g} at {price:g} for a card and hour")
     if (run.recipe, run.method) in PUBLISHED:
         rows.add_row("published", PUBLISHED[run.recipe, run.method])
     rows.add_row("MFU, estimated", f"{planned.mfu(machine):.2g} of {machine.flops / 1e12:.0f} TFLOP/s in a step")
@@ -145,10 +161,13 @@ def _overview(planned: Estimate, machine: Hardware, mfu: float | None, *, fits: 
         rows.add_row("samples", place)
     if (cost := weights_for_workers(planned)) is not None:
         rows.add_row("weights for workers", cost)
-    if planned.sizes.shards > run.parallel.sequence:
-        sent, peak = (_gib(size) for size in planned.replicated)
-        flags = "--parallel.replicate 0 --parallel.shard 1"
-        rows.add_row("with a copy on every rank", f"{sent} GiB sent, {peak} GiB a card: {flags}")
+    for copy, ranks in (("rank", run.parallel.sequence), ("node", NODE)):
+        if planned.sizes.shards % ranks or planned.sizes.shards == ranks or ranks % run.parallel.sequence:
+            continue
+        sent, peak = planned.replicated(shard := ranks // run.parallel.sequence)
+        if peak <= machine.usable:
+            flags = f"--parallel.replicate 0 --parallel.shard {shard}"
+            rows.add_row(f"with a copy on every {copy}", f"{_gib(sent)} GiB sent, {_gib(peak)} GiB a card: {flags}")
     rows.add_row("checkpoint, computed", f"{_gib(planned.checkpoint)} GiB")
     for name, source in planned.sources.items():
         rows.add_row(f"{name}, {_size(planned.parameters[name])}", printable(source))

@@ -45,7 +45,9 @@ class Estimate:
     tokens: float  # that went forward in a training step
     model_flops: float  # of a training step
     executed_flops: float  # with recomputed activations
-    work: Work  # of one rank in a training step
+    work: Work  # of one rank in a training step, without what workers do
+    sampled: Work  # of one rollout worker's card in a training step
+    scored: Work  # of the card that decodes and scores its samples: that one, or a reward worker's
     validation: Work  # of one rank in a validation
     encoded: float  # FLOPs of one rank to encode all prompts once, before the first step
     inside: float  # bytes that one rank sends in a training step to the ranks that share its copy of the weights
@@ -63,10 +65,14 @@ class Estimate:
         """The bytes that one rank sends in a training step."""
         return self.inside + self.across
 
-    @cached_property
-    def replicated(self) -> tuple[float, float]:
-        """The bytes that one rank sends in a step, and its peak of memory, with a copy of the weights on every rank."""
-        parallel = replace(self.run.parallel, replicate=0, shard=1)
+    @property
+    def cards(self) -> float:
+        """The cards of the run: those of the training processes and of all workers."""
+        return self.ranks + self.run.rollouts.devices
+
+    def replicated(self, shard: int) -> tuple[float, float]:
+        """The bytes that one rank sends in a step, and its peak of memory, with `shard` ranks to a copy of weights."""
+        parallel = replace(self.run.parallel, replicate=0, shard=shard)
         sizes = replace(self.sizes, run=replace(self.run, parallel=parallel))
         memory = memory_of(self.counts, sizes)
         return sum(_sent(self.counts, sizes)), memory.total(memory.peak)
@@ -77,7 +83,12 @@ class Estimate:
         far = self.sizes.shards > NODE  # a copy of the weights reaches over several nodes
         inside, across = (0.0, self.sent) if far else (self.inside, self.across)
         waited = seconds_sent(inside, across, card) - by_part["networks"] - by_part["recomputation"]
-        return by_part | {"waiting for other ranks": max(0.0, waited)}
+        by_part |= {"waiting for other ranks": max(0.0, waited)}
+        rollouts = self.run.rollouts
+        sampled, scored = (sum(work.seconds(card, mfu).values()) for work in (self.sampled, self.scored))
+        made = max(sampled, scored) if rollouts.reward_workers else sampled + scored
+        beside = sum(by_part.values()) if rollouts.ahead else 0.0  # training goes on while the next samples are made
+        return by_part | {"waiting for workers": max(0.0, made - beside)}
 
     def hours(self, card: Hardware, mfu: float | None = None) -> float:
         """Return the hours of all training steps and validations, and of encoding the prompts."""
@@ -89,7 +100,7 @@ class Estimate:
 
     def mfu(self, card: Hardware) -> float:
         """Return the model's FLOPs over the peak in a training step."""
-        return self.model_flops / (self.ranks * card.flops * sum(self.seconds(card).values()))
+        return self.model_flops / (self.cards * card.flops * sum(self.seconds(card).values()))
 
 
 def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> Estimate:
@@ -129,6 +140,14 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     share = counts.repeats / counts.steps
     passes = [(call, _flops(call, sizes, counts)) for call in counts.passes]
     inside, across = _sent(counts, sizes)
+    seen = _seen(sizes, counts).times(share)
+    work = _work(passes, sizes, counts).times(share / sequence)
+    sampled, scored = Work(), Work()
+    if workers := run.rollouts.workers:  # they make the samples of all ranks
+        own = _work([(call, _flops(call, sizes, counts)) for call in counts.sampled], sizes, counts)
+        work += own.times(-share / sequence)
+        sampled = own.times(share * data_ranks / (workers * run.rollouts.ranks))
+        scored, seen = seen.times(data_ranks / (run.rollouts.reward_workers or workers)), Work()
     stored, told = _stored(sizes)
     prompts = table["prompts"] / data_ranks * run.steps if run.trains_on == "prompts" else 0
     return Estimate(
@@ -143,7 +162,9 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
         tokens=data_ranks * share * sum(call.tokens * sizes.frame_tokens for call in counts.passes),
         model_flops=data_ranks * share * sum(f.trained if call.gradient else f.forward for call, f in passes),
         executed_flops=data_ranks * share * sum(f.executed if call.gradient else f.forward for call, f in passes),
-        work=(_work(passes, sizes, counts).times(1 / sequence) + _seen(sizes, counts)).times(share),
+        work=work + seen,
+        sampled=sampled,
+        scored=scored,
         validation=_validation(sizes, counts, data_ranks),
         encoded=prompts * models["student"].encode_flops,
         inside=inside,

@@ -60,6 +60,7 @@ class Counts:
     plans: Mapping[str, RolePlan] = field(default_factory=dict)
     roles: Mapping[str, Role] = field(default_factory=dict)  # those of the rehearsal
     losses: list[list[Pass]] = field(default_factory=list)  # the passes that each loss needed, in order
+    sampled: list[Pass] = field(default_factory=list)  # of these, the passes that make the samples of training
     decoded: list[tuple[int, int, bool]] = field(default_factory=list)  # samples, latent frames, with gradient
     kept: int = 0  # states and samples of a step's rollout, each as large as a sample's latents
     validation: list[Pass] = field(default_factory=list)  # of one batch of a validation
@@ -277,7 +278,9 @@ class _Rollouts(LocalRollouts):
     counts: Counts
 
     def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
+        before = len(self.counts.losses[-1])
         scored = super().samples(batch, step, rng)
+        self.counts.sampled += self.counts.losses[-1][before:]
         kept = cast(Rollout, scored.rollout)  # that of a rehearsal is on the device
         values = sum(x.numel() for x in (kept.states, kept.x0))
         self.counts.kept = round(self.counts.repeats * (values // kept.x0[0].numel()))

@@ -34,6 +34,7 @@ def rollout(
     reward: Path | None = None,
     device: Device = "auto",
     base: Path | None = None,
+    families: tuple[str, ...] = (),
 ) -> None:
     """Write samples of the student, generated with the run's sampler, and their rewards; called again, it continues.
 
@@ -50,9 +51,10 @@ def rollout(
         reward: YAML file with a section reward, as in a recipe; by default the reward of the run.
         device: Device to run on.
         base: Pipeline folder that the student started from, if it is no longer where the run found it.
+        families: Model families of your own, in place of those of the run.
     """
     requests = read_lines(prompts)
-    loaded = load_role(run, "student", base, Mesh.join(device), causal=True)
+    loaded = load_role(run, "student", base, Mesh.join(device), causal=True, families=families)
     requests = with_images(loaded, prompts, requests)
     lines = [request.text for request in requests]
     rewards = read_reward(reward) if reward else loaded.run.reward

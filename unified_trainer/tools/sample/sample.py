@@ -59,6 +59,7 @@ def sample(
     rolling_sink: bool = False,
     device: Device = "auto",
     base: Path | None = None,
+    families: tuple[str, ...] = (),
 ) -> None:
     """Write videos of the student, generated with the steps, solver, guidance and size of its run.
 
@@ -83,11 +84,12 @@ def sample(
         rolling_sink: Move these first frames along with a video that outgrows the window, also if the run does not.
         device: Device to run on.
         base: Pipeline folder that the student started from, if it is no longer where the run found it.
+        families: Model families of your own, in place of those of the run.
     """
     check_empty(output)
     given = () if image is None else (Image.read(image, "--image"),)
     lines = read_lines(prompts)
-    loaded = load_role(run, "student", base, Mesh.join(device), causal=True)
+    loaded = load_role(run, "student", base, Mesh.join(device), causal=True, families=families)
     lines = [line for line in with_images(loaded, prompts, lines, given) for _ in range(num_samples)]
     stems = [f"{VIDEOS}/{name}" for name in of_prompts(lines, num_samples)] if prompt_names else range(len(lines))
     loaded = of_length(loaded, frames, window_frames, sink_frames, min(batch, len(lines)), rolling=rolling_sink)

@@ -28,6 +28,7 @@ def serve(
     wait: Annotated[float, at_least(0, 60)] = 0.05,
     device: Device = "auto",
     base: Path | None = None,
+    families: tuple[str, ...] = (),
 ) -> None:
     """Serve videos of the student, generated with the sampler and the size of its run, until SIGTERM or Ctrl-C.
 
@@ -43,6 +44,7 @@ def serve(
         wait: Seconds that the first request in the queue waits for others.
         device: Device to run on.
         base: Pipeline folder that the student started from, if it is no longer where the run found it.
+        families: Model families of your own, in place of those of the run.
     """
     folder, _, ema = Spec.of(run)
     if folder.is_dir() and not is_run(folder) and find_runs(folder):
@@ -51,7 +53,7 @@ def serve(
         )
 
     def load() -> Service:
-        loaded = load_role(run, "student", base, Mesh.alone(device), causal=True)
+        loaded = load_role(run, "student", base, Mesh.alone(device), causal=True, families=families)
         _require_cache(loaded, batch)
         codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
         name = f"{folder.resolve().name}@{loaded.metadata['step']}{':ema' if ema else ''}"
