@@ -111,9 +111,17 @@ class MethodSetup:
             raise UserError(f"{key} {scale} is for two experts, but {role} is one network: give one number")
 
     def check_noise_levels(self, role: str, law: NoiseLevelLaw, partner: str = "") -> None:
-        """Raise UserError unless `expert_balance` of the role fits the law its noise levels are drawn from."""
-        config = of_kind(TrainableConfig, self.roles[role])
-        boundary = self.layouts[role].boundary
+        """Raise UserError unless `expert_balance` and the trained experts of the role fit its noise levels' law."""
+        config, layout = of_kind(TrainableConfig, self.roles[role]), self.layouts[role]
+        boundary = layout.boundary
+        if boundary is not None and layout.trains_one_of_two:
+            share = law.share_above(boundary)
+            if not (share if "high" in layout.trained else 1 - share):
+                raise UserError(
+                    f"{role}: no noise level that is drawn for it is of its trained expert, {layout.trained[0]} of "
+                    f"boundary {boundary:g}: train the other expert too, or change the shift or the range of the levels"
+                )
+            return
         if boundary is None and partner:
             boundary = self.layouts[partner].boundary
         share = None if boundary is None else law.share_above(boundary)
@@ -127,6 +135,14 @@ class MethodConfig:
     needs_pairs: ClassVar[bool] = False  # whether batches must hold a rejected clip beside each clip
     continues_samples: ClassVar[bool] = False  # whether a training step goes on with the samples of the one before
     masks_chunks: ClassVar[bool] = True  # whether a causal student is trained on all chunks in one masked pass
+
+    @property
+    def runs_untrained(self) -> tuple[str, ...]:
+        """Where a step runs an expert that is not trained, of a role that trains the other one; it is loaded there.
+
+        `before`: sampling on the way to a trained noise level; `below`: after a step from one; `any`: elsewhere too.
+        """
+        return ("any",)
 
     @property
     def needs_clips(self) -> bool:

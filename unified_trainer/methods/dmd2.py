@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Batch, Latents
 from unified_trainer.methods.base import Loss, MethodSetup, frozen, trained
@@ -20,7 +22,7 @@ from unified_trainer.numerics.flow import add_noise, x0_from_velocity
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.critic import Critic
-from unified_trainer.sampling.solver import SamplerConfig
+from unified_trainer.sampling.solver import SamplerConfig, trainable_steps
 
 __all__ = ["DMD2", "DMD2Config", "distribution_matching_gradient", "distribution_matching_loss"]
 
@@ -29,6 +31,10 @@ __all__ = ["DMD2", "DMD2Config", "distribution_matching_gradient", "distribution
 class DMD2Config(MatchingConfig):
     rollout: Literal["simulate", "data"] = "simulate"
     """Student samples: from noise by the sampler (simulate), or one call on noised clips (data)."""
+
+    @property
+    def runs_untrained(self) -> tuple[str, ...]:
+        return ("before",) if self.rollout == "simulate" else ()
 
     @property
     def needs_clips(self) -> bool:
@@ -58,7 +64,8 @@ class DMD2(MatchingMethod):
         """Sample from noise up to a step drawn equal on all ranks, or from noised clips at a step for each clip."""
         if self.config.rollout == "simulate":
             return simulated(self.student, self.sampler, batch, rng, purpose)
-        rows = (rng.uniform(f"{purpose} step", batch.sample_ids) * self.sampler.num_steps).long()
+        calls = torch.tensor(trainable_steps(self.student, self.sampler))
+        rows = calls[(rng.uniform(f"{purpose} step", batch.sample_ids) * len(calls)).long()]
         sigma = self.sampler.sigmas()[rows]
         noise = rng.noise(f"{purpose} noise", batch.sample_ids, batch.latent_shape).to(self.student.device)
         x_t = add_noise(batch.latents, noise, sigma)

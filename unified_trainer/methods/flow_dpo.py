@@ -45,6 +45,7 @@ class FlowDPOConfig(SingleUpdateConfig):
     """Strength of a preference: how much the errors of a pair count beside those of the reference."""
     shift: Shift = 3.0
     """Shift of the uniform noise levels towards noise; 1 is none."""
+    runs_untrained: ClassVar[tuple[str, ...]] = ()
     needs_clips: ClassVar[bool] = True
     needs_pairs: ClassVar[bool] = True
 

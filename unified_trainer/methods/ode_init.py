@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -13,7 +14,7 @@ from unified_trainer.numerics.flow import GuidanceScale, sigma_table, x0_from_ve
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.causal import Causal
-from unified_trainer.roles.role import Frozen, Trainable
+from unified_trainer.roles.role import Frozen, Trainable, TrainableConfig
 from unified_trainer.sampling.solver import SamplerConfig
 from unified_trainer.sampling.teacher_ode import CausalTeacherODE, TeacherODE
 
@@ -33,6 +34,7 @@ class ODEInitConfig(SingleUpdateConfig):
     (arXiv:2602.02214)."""
     passes: Count = 1
     """Times each trajectory is trained on; the student takes one optimizer step per noise level and pass."""
+    runs_untrained: ClassVar[tuple[str, ...]] = ()
 
     def check(self, setup: MethodSetup) -> None:
         if setup.sampler.chunks.context_noise:
@@ -45,6 +47,12 @@ class ODEInitConfig(SingleUpdateConfig):
         if "teacher" in setup.layouts:  # its trajectories are not stored
             setup.check_guidance("teacher", "algorithm.guidance_scale", self.guidance_scale)
         setup.require_trained("student", [setup.sampler.sigmas()[:-1].tolist()], "sampler.step_sigmas")
+        student = of_kind(TrainableConfig, setup.roles["student"])
+        if setup.layouts["student"].boundary is not None and (student.warmup_ratio or student.lr_decay_ratio):
+            raise UserError(
+                "student.warmup_ratio and student.lr_decay_ratio must be 0 for ode_init with two experts: each is "
+                "updated at its own noise levels alone. Give student.warmup_updates and student.lr_decay_updates"
+            )
 
     def updates(self, role: str, steps: int, sampler: SamplerConfig) -> int:
         return super().updates(role, steps, sampler) * self.passes * (len(sampler.sigmas()) - 1)
@@ -77,12 +85,13 @@ class ODEInit(Method):
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         trajectory = batch.trajectory or self._trajectory(batch, rng)
-        states, end = trajectory.states.unbind(1), trajectory.end
+        rows = [i for i, level in enumerate(trajectory.sigmas) if self.student.trains(level)]
+        end, trained = trajectory.end, Trajectory(trajectory.sigmas[rows], trajectory.states[:, rows], trajectory.end)
         for _ in range(self.config.passes):
-            for i, (level, x_t) in enumerate(zip(trajectory.sigmas, states, strict=True)):
+            for i, (level, x_t) in enumerate(zip(trained.sigmas, trained.states.unbind(1), strict=True)):
                 sigma = level.expand(len(batch))
                 if self.chunks.causal:
-                    x_t, sigma = self._by_chunk(trajectory, i)
+                    x_t, sigma = self._by_chunk(trained, i)
                     velocity = of_kind(Causal, self.student).masked_velocity(x_t, sigma, batch.cond, self.chunks, end)
                 else:
                     velocity = self.student.velocity(x_t, sigma, batch.cond)

@@ -23,11 +23,13 @@ class RCMConfig(AlongTeacherConfig, MatchingConfig):
     consistency_weight: Positive = 1.0
     """Weight of the consistency in the student's loss, beside the matching of its samples."""
     needs_clips: ClassVar[bool] = True
+    runs_untrained: ClassVar[tuple[str, ...]] = ("before", "below")
 
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
         if setup.sampler.chunks.causal:
             raise UserError("sampler.chunks.chunk_frames must be 0 for rcm; self_forcing trains causal students")
+        setup.require_trained("student", [self.table[:-1].tolist()], "algorithm.teacher_steps")
 
 
 class RCM(MatchingMethod):
@@ -45,7 +47,7 @@ class RCM(MatchingMethod):
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         config = self.config
         if config.updates_at(step)[0]:
-            level = rng.uniform("level", batch.sample_ids)
-            loss = consistency_loss(config, config.guidance_scale, self.student, self.teacher, batch, level, rng)
+            steps = config.steps_at(rng.uniform("level", batch.sample_ids), self.student)
+            loss = consistency_loss(config, config.guidance_scale, self.student, self.teacher, batch, steps, rng)
             yield Loss("student", config.consistency_weight * loss, False, {"consistency_loss": loss.detach()})
         yield from matching_losses(config, self.matching, step, batch, rng, self.simulated)
