@@ -10,6 +10,7 @@ from helpers import ALONE, setup_of
 from unified_trainer.basics.errors import UserError
 from unified_trainer.methods import METHODS
 from unified_trainer.numerics.flow import ShiftedGrid, ShiftedUniform, law_on_side
+from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.experts import ExpertConfig, ExpertLayout
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.run.load_roles import load_roles
@@ -164,6 +165,15 @@ def test_the_law_of_one_side_is_the_law_given_the_side(law, above):
         assert (
             bool(law_on_side(law, torch.tensor(end, dtype=torch.float64), BOUNDARY, above=above) >= BOUNDARY) == above
         )
+
+
+def test_levels_of_chunks_are_of_the_trained_expert(folder):
+    for side, other in (("high", "low"), ("low", "high")):
+        student = built(folder, "finetune", f"--student.{other}.no-trained")[1]["student"]
+        levels, _ = student.draw_noise_levels("sigma", range(64), Streams(0, 0), ShiftedUniform(3.0))
+        by_frame = student.trained_levels(ShiftedUniform(3.0), torch.rand(64, 5, dtype=torch.float64))
+        assert bool(((levels >= BOUNDARY) == (side == "high")).all())
+        assert by_frame.shape == (64, 5) and bool(((by_frame >= BOUNDARY) == (side == "high")).all())
 
 
 def test_levels_that_no_trained_expert_has_are_refused():

@@ -115,8 +115,7 @@ class MethodSetup:
         config, layout = of_kind(TrainableConfig, self.roles[role]), self.layouts[role]
         boundary = layout.boundary
         if boundary is not None and layout.trains_one_of_two:
-            share = law.share_above(boundary)
-            if not (share if "high" in layout.trained else 1 - share):
+            if law.share_above(boundary) == float("low" in layout.trained):
                 raise UserError(
                     f"{role}: no noise level that is drawn for it is of its trained expert, {layout.trained[0]} of "
                     f"boundary {boundary:g}: train the other expert too, or change the shift or the range of the levels"
@@ -135,14 +134,9 @@ class MethodConfig:
     needs_pairs: ClassVar[bool] = False  # whether batches must hold a rejected clip beside each clip
     continues_samples: ClassVar[bool] = False  # whether a training step goes on with the samples of the one before
     masks_chunks: ClassVar[bool] = True  # whether a causal student is trained on all chunks in one masked pass
-
-    @property
-    def runs_untrained(self) -> tuple[str, ...]:
-        """Where a step runs an expert that is not trained, of a role that trains the other one; it is loaded there.
-
-        `before`: sampling on the way to a trained noise level; `below`: after a step from one; `any`: elsewhere too.
-        """
-        return ("any",)
+    # Where a step runs an expert that is not trained, of a role that trains the other: sampling on the way to a trained
+    # noise level (before), at the end of a step from one (below), or elsewhere (any). If nowhere, it is not loaded.
+    runs_untrained: ClassVar[tuple[str, ...]] = ("any",)
 
     @property
     def needs_clips(self) -> bool:

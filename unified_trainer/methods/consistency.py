@@ -26,7 +26,7 @@ class ConsistencyConfig(AlongTeacherConfig, SingleUpdateConfig):
     guidance_scale: GuidanceScale = 3.0
     """Guidance scale w of the teacher, uncond + w (cond - uncond); two numbers for two experts."""
     needs_clips: ClassVar[bool] = True
-    runs_untrained: ClassVar[tuple[str, ...]] = ("below",)
+    runs_untrained = ("below",)
 
     def check(self, setup: MethodSetup) -> None:
         if setup.sampler.chunks.context_noise:

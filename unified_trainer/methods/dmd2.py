@@ -33,10 +33,6 @@ class DMD2Config(MatchingConfig):
     """Student samples: from noise by the sampler (simulate), or one call on noised clips (data)."""
 
     @property
-    def runs_untrained(self) -> tuple[str, ...]:
-        return ("before",) if self.rollout == "simulate" else ()
-
-    @property
     def needs_clips(self) -> bool:
         return self.rollout == "data" or self.gan_weight > 0
 

@@ -28,7 +28,7 @@ class FinetuneConfig(SingleUpdateConfig):
     caption_dropout: Fraction = 0.1
     """Fraction of clips trained on the negative prompt, for guidance."""
     needs_clips: ClassVar[bool] = True
-    runs_untrained: ClassVar[tuple[str, ...]] = ()
+    runs_untrained = ()
 
     def check(self, setup: MethodSetup) -> None:
         chunks = setup.sampler.chunks

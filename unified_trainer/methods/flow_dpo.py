@@ -46,7 +46,7 @@ class FlowDPOConfig(SingleUpdateConfig):
     """Strength of a preference: how much the errors of a pair count beside those of the reference."""
     shift: Shift = 3.0
     """Shift of the uniform noise levels towards noise; 1 is none."""
-    runs_untrained: ClassVar[tuple[str, ...]] = ()
+    runs_untrained = ()
     needs_clips: ClassVar[bool] = True
     needs_pairs: ClassVar[bool] = True
 
@@ -107,12 +107,6 @@ class Pairs(NamedTuple):
     worst: list[int]  # its row, if it is of this rank
     moved: dict[int, Latents]  # its x0 [c, t, h, w], if it is of another one
 
-    def ends(self, samples: ScoredSamples, rows: list[int]) -> Latents:
-        """Return the x0 of these best samples, and then those of the worst of their groups."""
-        here = samples.rollout.end([self.worst[row] for row in rows])
-        worst = [self.moved.get(row, x0) for row, x0 in zip(rows, here, strict=True)]
-        return torch.cat([samples.rollout.end(rows), torch.stack(worst)])
-
 
 class OnlineDPO(RolloutMethod):
     """Sample and score groups, and prefer the best sample of each to the worst; the reference is the run's start."""
@@ -165,7 +159,9 @@ class OnlineDPO(RolloutMethod):
     def _loss(self, samples: ScoredSamples, pairs: Pairs, minibatch: Minibatch, s: int, rng: Streams) -> MinibatchLoss:
         """-log sigmoid of the logits at one noise level, weighted over the pairs; a pair has one noise."""
         rows = minibatch.rows.tolist()
-        batch, x0 = samples.batch.take(rows * 2), pairs.ends(samples, rows)  # both are of one prompt
+        batch, best = samples.batch.take(rows * 2), samples.rollout.end(rows)  # both of a pair are of one prompt
+        worst = zip(rows, samples.rollout.end([pairs.worst[row] for row in rows]), strict=True)
+        x0 = torch.cat([best, torch.stack([pairs.moved.get(row, end) for row, end in worst])])
         noise = rng.noise(f"forward {s}", batch.sample_ids, batch.latent_shape).to(x0)
         sigma = self.sampler.sigmas()[s]
         x_t, level = add_noise(x0, noise, sigma), sigma.expand(len(batch))

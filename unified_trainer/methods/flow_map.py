@@ -42,7 +42,7 @@ class FlowMapConfig(SingleUpdateConfig):
     offset: Positive = 1e-3
     """Constant c of the weight."""
     needs_clips: ClassVar[bool] = True
-    runs_untrained: ClassVar[tuple[str, ...]] = ()
+    runs_untrained = ()
 
     def check(self, setup: MethodSetup) -> None:
         if not setup.roles["student"].is_flow_map:

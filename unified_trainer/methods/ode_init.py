@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -14,7 +13,7 @@ from unified_trainer.numerics.flow import GuidanceScale, sigma_table, x0_from_ve
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.causal import Causal
-from unified_trainer.roles.role import Frozen, Trainable, TrainableConfig
+from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling.solver import SamplerConfig
 from unified_trainer.sampling.teacher_ode import CausalTeacherODE, TeacherODE
 
@@ -34,7 +33,7 @@ class ODEInitConfig(SingleUpdateConfig):
     (arXiv:2602.02214)."""
     passes: Count = 1
     """Times each trajectory is trained on; the student takes one optimizer step per noise level and pass."""
-    runs_untrained: ClassVar[tuple[str, ...]] = ()
+    runs_untrained = ()
 
     def check(self, setup: MethodSetup) -> None:
         if setup.sampler.chunks.context_noise:
@@ -47,12 +46,6 @@ class ODEInitConfig(SingleUpdateConfig):
         if "teacher" in setup.layouts:  # its trajectories are not stored
             setup.check_guidance("teacher", "algorithm.guidance_scale", self.guidance_scale)
         setup.require_trained("student", [setup.sampler.sigmas()[:-1].tolist()], "sampler.step_sigmas")
-        student = of_kind(TrainableConfig, setup.roles["student"])
-        if setup.layouts["student"].boundary is not None and (student.warmup_ratio or student.lr_decay_ratio):
-            raise UserError(
-                "student.warmup_ratio and student.lr_decay_ratio must be 0 for ode_init with two experts: each is "
-                "updated at its own noise levels alone. Give student.warmup_updates and student.lr_decay_updates"
-            )
 
     def updates(self, role: str, steps: int, sampler: SamplerConfig) -> int:
         return super().updates(role, steps, sampler) * self.passes * (len(sampler.sigmas()) - 1)

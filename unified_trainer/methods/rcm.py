@@ -23,7 +23,7 @@ class RCMConfig(AlongTeacherConfig, MatchingConfig):
     consistency_weight: Positive = 1.0
     """Weight of the consistency in the student's loss, beside the matching of its samples."""
     needs_clips: ClassVar[bool] = True
-    runs_untrained: ClassVar[tuple[str, ...]] = ("before", "below")
+    runs_untrained = ("before", "below")
 
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)

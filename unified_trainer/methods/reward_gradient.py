@@ -5,7 +5,7 @@ ReFL, arXiv:2304.05977; DRaFT-1, arXiv:2309.17400.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import MAY_CHANGE, Count, NetworkCalls
@@ -27,7 +27,7 @@ class RewardGradientConfig(SingleUpdateConfig):
     last_calls: NetworkCalls = 1
     """The sample is the x0 that one of this many last network calls predicts, drawn equal on all ranks among those of
     trained experts."""
-    runs_untrained: ClassVar[tuple[str, ...]] = ("before",)
+    runs_untrained = ("before",)
 
     def check(self, setup: MethodSetup) -> None:
         sampler = setup.sampler

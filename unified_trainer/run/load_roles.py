@@ -45,19 +45,12 @@ def load_roles(
         )
     roles: dict[str, Role] = {}
     for name, plan in plans.items():
-        networks = [backbones.get((name, expert)) for expert in plan.layout.components]
-        roles[name] = plan.kind(name, _networks(networks, plan.layout.boundary), plan.config)
+        high, low = (backbones.get((name, expert)) for expert in ("high", "low"))
+        at = plan.layout.boundary
+        roles[name] = plan.kind(name, backbones[name, ""] if at is None else ExpertPair(high, low, at), plan.config)
         if plan.config.sparse.warmup_updates:
             raise_share(of_kind(Trainable, roles[name]))
     return roles
-
-
-def _networks(own: list[Backbone | None], boundary: float | None) -> Backbone | ExpertPair:
-    """Return a role's only network, or its two experts, of which the first is that of high noise."""
-    if boundary is None:
-        return of_kind(Backbone, own[0])
-    high, low = own
-    return ExpertPair(high, low, boundary)
 
 
 def _load_backbone(

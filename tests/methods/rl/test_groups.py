@@ -16,12 +16,14 @@ PARTS = torch.tensor([1.0, 3.0, 0.0, 0.2])  # two prompts with two samples each
 SIZES = {"num_prompts": 2, "num_samples": 2, "prompts_per_update": 2, "rollout_batch": 4, "update_batch": 4}
 
 
-def advantages_of(penalty: torch.Tensor | None = None, **changes) -> tuple[Advantages, dict[str, float]]:
+def advantages_of(
+    penalty: torch.Tensor | None = None, *, parts: torch.Tensor = PARTS, **changes
+) -> tuple[Advantages, dict[str, float]]:
     config = GroupConfig(**SIZES | changes)
     batch = small_batch(4)
     batch = batch.__class__(**vars(batch) | {"prompt_ids": (0, 0, 1, 1)})
     loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
-    scores = Scores(PARTS[:, None], {}, torch.zeros(4, 3))
+    scores = Scores(parts[:, None], {}, torch.zeros(4, 3))
     samples = ScoredSamples(
         batch, Rollout.from_x0(torch.zeros(4, *LATENT_SHAPE)), scores, torch.zeros(4, dtype=torch.int64)
     )
@@ -47,3 +49,16 @@ def test_advantages_compare_the_rewards_minus_the_penalty():
     """1 - 5 and 3 - 1: the order of the first group stays; 0 - 0 and 0.2 - 1: that of the second is reversed."""
     found, _ = advantages_of(torch.tensor([5.0, 1.0, 0.0, 1.0]))
     assert found.values.sign().tolist() == [-1, 1, 1, -1]
+
+
+def test_global_trains_on_a_group_of_equal_rewards():
+    """(r - mean) / std over all samples: two equal rewards of 1 lie below those of 3 and 5, and teach so."""
+    rewards = torch.tensor([1.0, 1.0, 3.0, 5.0])
+    everything = (rewards - rewards.mean()) / rewards.std()
+    found, metrics = advantages_of(advantage="global", parts=rewards)
+    torch.testing.assert_close(found.values, everything)
+    assert int(sum(part.real.sum() for part in found.minibatches[0])) == 4 and metrics["frac_zero_std_groups"] == 0.5
+    within, _ = advantages_of(advantage="global_std", parts=rewards)
+    assert int(sum(part.real.sum() for part in within.minibatches[0])) == 2 and not within.values[:2].any()
+    equal, _ = advantages_of(advantage="global", parts=torch.full((4,), 0.1))
+    assert equal.minibatches == [[]] and not equal.values.any()

@@ -84,13 +84,12 @@ def _without_idle(
     """Leave out the expert that is not trained where nothing runs it; `trained` is the layout of the role's origin."""
     if not trained.trains_one_of_two:
         return layout
-    shown = run.validated().sampler.sigmas()[:-1].tolist() if name == "student" and run.validate_every else []
-    walk = [trained.trains(sigma) for sigma in run.sampler.sigmas()[:-1].tolist()]
     runs = {
         "any": True,
-        "before": of_student and not all(walk[: max((i for i, own in enumerate(walk) if own), default=0)]),
+        "before": of_student and not trained.trains(float(run.sampler.sigmas()[0])),
         "below": of_student and "high" in trained.trained,
     }
+    shown = run.validated().sampler.sigmas()[:-1].tolist() if name == "student" and run.validate_every else []
     if any(runs[where] for where in run.algorithm.runs_untrained) or not all(map(trained.trains, shown)):
         return layout
     return replace(layout, left_out=tuple(expert for expert in layout.components if expert not in trained.trained))
