@@ -131,8 +131,7 @@ def test_each_step_moves_the_trained_expert_alone(folder, monkeypatch, method, r
         return running(self, expert)
 
     monkeypatch.setattr(type(roles[role]), "running", watched)
-    data = "data" in flags  # no call comes before
-    idle = data or (role == "critic" and method != "distill_rl") or (role == "student" and side in IDLE.get(method, ""))
+    idle = (role == "critic" and method != "distill_rl") or (role == "student" and side in IDLE.get(method, ""))
     assert plans[role].layout.left_out == ((other,) if idle else ())
     for step in range(2):
         before = networks(roles)

@@ -52,8 +52,8 @@ class FlowMapConfig(SingleUpdateConfig):
         layout = setup.layouts["student"]
         if layout.trains_one_of_two and "high" in layout.trained:
             raise UserError(
-                "student.low.trained must be True: steps of the high-noise expert lead below the boundary, where an "
-                "expert that is not trained predicts the velocity of no step"
+                "student.low.trained must be True: steps of the high-noise expert end at levels of the other, where "
+                "one that is not trained predicts the velocity of no step"
             )
         setup.sampler.check_unguided()
         setup.check_guidance("teacher", "algorithm.guidance_scale", self.guidance_scale)
