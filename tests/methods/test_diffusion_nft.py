@@ -35,6 +35,7 @@ from unified_trainer.__main__ import main
 from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
+from unified_trainer.methods.awm import AWM, AWMConfig
 from unified_trainer.methods.diffusion_nft import DiffusionNFT, DiffusionNFTConfig, contrast
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import sigma_table
@@ -51,9 +52,8 @@ SIGMAS = [float(sigma) for sigma in sigma_table(STEPS, 3.0)]
 SAMPLER = SamplerConfig(num_steps=STEPS, guidance_scale=1.0)
 CAUSAL = dataclasses.replace(SAMPLER, chunks=ChunkConfig(chunk_frames=1))
 REWARDS = (1.0, 2.0, 4.0, 5.0, -1.0, 2.0, -3.0, 1.0)
-CONFIG = DiffusionNFTConfig(
-    num_prompts=2, num_samples=4, prompts_per_update=2, rollout_batch=8, update_batch=8, beta=0.5, old_decay_rise=0.1
-)
+SIZES = {"num_prompts": 2, "num_samples": 4, "prompts_per_update": 2, "rollout_batch": 8, "update_batch": 8}
+CONFIG = DiffusionNFTConfig(**SIZES, beta=0.5, old_decay_rise=0.1)
 
 
 def trainer(
@@ -288,6 +288,21 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(options, tmp_path):
     )
 
 
+@pytest.mark.parametrize(("kind", "of"), [(DiffusionNFT, CONFIG), (AWM, AWMConfig(**SIZES))])
+def test_samples_are_guided_and_the_trained_velocity_is_not(kind, of):
+    """Each call of the rollout has the samples with and without the negative prompt; each pass of training has one."""
+    guided = dataclasses.replace(SAMPLER, guidance_scale=3.0)
+    one = trainer(kind=kind, of=of, sampler=guided)
+    old, student = Calls.of(one.method.old), Calls.of(one.roles["student"])
+    one.step(0)
+    assert [len(x) for x in old.x_t] == [16] * STEPS + [8] * STEPS
+    assert [len(x) for x in student.x_t] == [8] * STEPS
+    free = trainer(kind=kind, of=of)
+    free.method.rollouts = trainer(kind=kind, of=of, sampler=guided).method.rollouts  # equal samples, no guidance
+    free.step(0)
+    assert_near(free.roles["student"].gradients[0], one.roles["student"].gradients[0], 1e-6)
+
+
 # Wrong settings.
 
 
@@ -295,7 +310,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(options, tmp_path):
     ("changes", "sampler", "message"),
     [
         ({"num_samples": 1}, SAMPLER, r"algorithm\.num_samples must be at least 2"),
-        ({}, SamplerConfig(), r"sampler\.guidance_scale must be 1, not 3\.0"),
+        ({}, dataclasses.replace(SAMPLER, guidance_scale=(3.0, 2.0)), r"\(3\.0, 2\.0\) is for two experts"),
         ({}, dataclasses.replace(CAUSAL, chunks=ChunkConfig(1, context_noise=0.1)), r"context_noise must be 0"),
     ],
 )

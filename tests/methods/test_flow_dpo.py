@@ -51,11 +51,11 @@ REWARDS = (1.0, 2.0, 5.0, 4.0, -1.0, 2.0, -3.0, 1.0)  # best 2 and worst 0 of th
 CONFIG = OnlineDPOConfig(num_prompts=2, num_samples=4, prompts_per_update=2, rollout_batch=8, update_batch=8, beta=20.0)
 
 
-def trainer(*, rewards=REWARDS, moves: bool = False, mesh: Mesh = ALONE, **changes) -> Trainer:
+def trainer(*, rewards=REWARDS, captions=CAPTIONS, moves: bool = False, mesh: Mesh = ALONE, **changes) -> Trainer:
     config = dataclasses.replace(CONFIG, **changes)
     student = Recorder(TrainableConfig(max_grad_norm=0.0, learning_rate=1e-2), moves=moves, mesh=mesh)
     reward = reward_of(ScriptedScorer(rewards))
-    loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, mesh)
+    loader = Loader(Prompts(Request.of(captions)), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, mesh)
     parts = reward_parts(OnlineDPO, config, SAMPLER, student, reward, loader)
     method = OnlineDPO(config, SAMPLER, student=student, reference=frozen("reference", seed=2), **parts)
     return Trainer(method, {"student": student}, loader, mesh, seed=0)
@@ -170,9 +170,9 @@ def test_a_run_on_pairs_resumes_as_if_it_was_never_stopped(tmp_path):
 # The update.
 
 
-def by_hand(pairs, beta: float = 20.0) -> dict[str, torch.Tensor]:
+def by_hand(pairs, beta: float = 20.0, captions=CAPTIONS) -> dict[str, torch.Tensor]:
     """The gradient of the paper's loss over these pairs of rows and all noise levels, both of a pair with one noise."""
-    one, role, reference = trainer(), trainable(), frozen("reference", seed=2)
+    one, role, reference = trainer(captions=captions), trainable(), frozen("reference", seed=2)
     batch, total = one.loader.batch(0), 0.0
     start = Streams(0, 0).noise("initial", batch.sample_ids, LATENT_SHAPE)
     x0 = generate(trainable(), start, batch, SAMPLER, lambda s: start)
@@ -200,6 +200,17 @@ def test_the_update_is_the_gradient_of_the_paper():
     assert_near(one.roles["student"].gradients[0], by_hand([(2, 0), (5, 6)]), 1e-3)
     assert [len(x) for x in calls.x_t] == [8] * STEPS + [4] * STEPS  # eight are sampled, and two pairs trained
     assert metrics["reward"] == pytest.approx(sum(REWARDS) / 8) and metrics["frac_zero_std_groups"] == 0
+
+
+def test_a_prompt_that_comes_twice_is_one_group():
+    """Its samples have one prompt id: the best is in the first half of the step, the worst in the second."""
+    one = trainer(captions=CAPTIONS[:1])
+    metrics = one.step(0)
+    assert_near(one.roles["student"].gradients[0], by_hand([(2, 6)], captions=CAPTIONS[:1]), 1e-3)
+    assert metrics["frac_zero_std_groups"] == 0
+    split = trainer(captions=CAPTIONS[:1], prompts_per_update=1)
+    split.step(0)
+    assert len(split.roles["student"].gradients) == 1  # the pair is of the update of its best sample
 
 
 def test_a_group_of_equal_rewards_has_no_pair():

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from unified_trainer.numerics.kernels import log_prob
 from unified_trainer.numerics.objectives import (
     LOG_RATIO_LIMIT,
+    OBJECTIVES,
     Clip,
+    clips_ratios,
     diagnostics,
     guarded_log_ratio,
     objective_named,
@@ -309,3 +311,8 @@ def test_a_weight_of_zero_is_a_dead_gradient():
         Clip(), torch.zeros(2), torch.ones(2), clip_low=0.2, clip_high=0.2, weight=torch.tensor([0.0, 2.0])
     )
     assert (got["zero_gradient_fraction"], got["u_mean"], got["ess"]) == (0.5, 1.0, 0.5)
+
+
+def test_which_objectives_read_their_clip_range():
+    reading = {name for name in OBJECTIVES if clips_ratios(objective_named(name))}
+    assert reading == {"clip", "dual_clip", "ce_gppo", "cispo", "gspo"}

@@ -56,7 +56,7 @@ from unified_trainer.run.checkpoint import dcp as checkpoint
 from unified_trainer.run.trainer import Trainer
 from unified_trainer.sampling.solver import SamplerConfig
 
-REWARDS = (1.0, 2.0, 4.0, 5.0, 9.0, -1.0, 1.0, 1.0)
+REWARDS = (-2.0, 2.0, 4.0, 5.0, 9.0, -1.0, 1.0, 1.0)
 SIZES = {"num_prompts": 2, "num_samples": 4, "prompts_per_update": 1, "rollout_batch": 2, "update_batch": 2}
 # Of each group the best and the worst are kept: in the first one on each rank, in the second both on the main one.
 # Half of the transitions from a noise level of at most .95 are drawn: one of two.
@@ -136,7 +136,8 @@ def on_noised_samples(kind, config, scorer, *, mesh: Mesh, **recorder) -> Traine
     }
     reference = Frozen("reference", Backbone(small_model(1), mesh), RoleConfig()) if kind is OnlineDPO else None
     roles = {"student": student, **copies, "reference": reference}
-    loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, mesh)
+    captions = CAPTIONS[:1] if kind is OnlineDPO else CAPTIONS  # the pair of a prompt is of both ranks
+    loader = Loader(Prompts(Request.of(captions)), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, mesh)
     parts = reward_parts(kind, config, sampler, roles[kind.sampled_by], reward_of(scorer), loader)
     kept = {name: (role, "student") for name, role in copies.items()}
     return Trainer(kind(config, sampler, **roles, **parts), {"student": student}, loader, mesh, copies=kept, seed=0)

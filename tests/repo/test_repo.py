@@ -234,6 +234,7 @@ def test_methods_do_not_inherit():
                     "OldPolicyMethod",
                     "Correction",
                     "MatchingMethod",
+                    "DirectedMethod",
                     "NamedTuple",
                     "UserError",
                     "RuntimeError",

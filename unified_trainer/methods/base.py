@@ -111,9 +111,16 @@ class MethodSetup:
             raise UserError(f"{key} {scale} is for two experts, but {role} is one network: give one number")
 
     def check_noise_levels(self, role: str, law: NoiseLevelLaw, partner: str = "") -> None:
-        """Raise UserError unless `expert_balance` of the role fits the law its noise levels are drawn from."""
-        config = of_kind(TrainableConfig, self.roles[role])
-        boundary = self.layouts[role].boundary
+        """Raise UserError unless `expert_balance` and the trained experts of the role fit its noise levels' law."""
+        config, layout = of_kind(TrainableConfig, self.roles[role]), self.layouts[role]
+        boundary = layout.boundary
+        if boundary is not None and layout.trains_one_of_two:
+            if law.share_above(boundary) == float("low" in layout.trained):
+                raise UserError(
+                    f"{role}: no noise level that is drawn for it is of its trained expert, {layout.trained[0]} of "
+                    f"boundary {boundary:g}: train the other expert too, or change the shift or the range of the levels"
+                )
+            return
         if boundary is None and partner:
             boundary = self.layouts[partner].boundary
         share = None if boundary is None else law.share_above(boundary)
@@ -127,6 +134,9 @@ class MethodConfig:
     needs_pairs: ClassVar[bool] = False  # whether batches must hold a rejected clip beside each clip
     continues_samples: ClassVar[bool] = False  # whether a training step goes on with the samples of the one before
     masks_chunks: ClassVar[bool] = True  # whether a causal student is trained on all chunks in one masked pass
+    # Where a step runs an expert that is not trained, of a role that trains the other: sampling on the way to a trained
+    # noise level (before), at the end of a step from one (below), or elsewhere (any). If nowhere, it is not loaded.
+    runs_untrained: ClassVar[tuple[str, ...]] = ("any",)
 
     @property
     def needs_clips(self) -> bool:

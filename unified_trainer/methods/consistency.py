@@ -26,12 +26,14 @@ class ConsistencyConfig(AlongTeacherConfig, SingleUpdateConfig):
     guidance_scale: GuidanceScale = 3.0
     """Guidance scale w of the teacher, uncond + w (cond - uncond); two numbers for two experts."""
     needs_clips: ClassVar[bool] = True
+    runs_untrained = ("below",)
 
     def check(self, setup: MethodSetup) -> None:
         if setup.sampler.chunks.context_noise:
             raise UserError("sampler.chunks.context_noise must be 0 for consistency: its chunks attend to clean chunks")
         setup.sampler.check_unguided()
         setup.check_guidance("teacher", "algorithm.guidance_scale", self.guidance_scale)
+        setup.require_trained("student", [self.table[:-1].tolist()], "algorithm.teacher_steps")
 
 
 class Consistency(Method):
@@ -48,8 +50,8 @@ class Consistency(Method):
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         student, teacher = self._given(self.student, batch), self._given(self.teacher, batch)
-        scale = self.config.guidance_scale
-        loss = consistency_loss(self.config, scale, student, teacher, batch, self._uniform(batch, rng), rng)
+        scale, steps = self.config.guidance_scale, self.config.steps_at(self._uniform(batch, rng), self.student)
+        loss = consistency_loss(self.config, scale, student, teacher, batch, steps, rng)
         yield Loss("student", loss, metrics={"loss": loss.detach()})
 
     def _uniform(self, batch: Batch, rng: Streams) -> PerSample | PerFrame:

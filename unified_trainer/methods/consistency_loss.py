@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from unified_trainer.basics.ranges import Positive, Shift, at_least
@@ -12,7 +12,7 @@ from unified_trainer.basics.types import Batch, PerFrame, PerSample
 from unified_trainer.numerics.flow import GuidanceScale, add_noise, per_sample, sigma_table, x0_from_velocity
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.causal import TeacherForced
-from unified_trainer.roles.role import Role
+from unified_trainer.roles.role import Role, Trainable
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,16 @@ class AlongTeacherConfig:
     huber: Positive = 0.01
     """Constant c of the loss sqrt(d^2 + c^2) - c per element (arXiv:2310.14189); a large c gives squared error."""
 
+    @property
+    def table(self) -> Float[Tensor, " steps_and_0"]:
+        """The noise levels of the teacher's ODE."""
+        return sigma_table(self.teacher_steps, self.teacher_shift)
+
+    def steps_at(self, uniform: PerSample | PerFrame, student: Trainable) -> Int[Tensor, "..."]:
+        """Return a step of the teacher for each number in [0, 1), any that begins in a trained expert alike."""
+        steps = torch.tensor([i for i, sigma in enumerate(self.table[:-1]) if student.trains(sigma)])
+        return steps[(uniform * len(steps)).long()]
+
 
 def consistency_loss(
     config: AlongTeacherConfig,
@@ -33,16 +43,14 @@ def consistency_loss(
     student: Role | TeacherForced,
     teacher: Role | TeacherForced,
     batch: Batch,
-    uniform: PerSample | PerFrame,
+    steps: Int[Tensor, "..."],
     rng: Streams,
 ) -> Float[Tensor, ""]:
     """Return d(x0(x_sigma), sg x0(x_next)) of noised clips, where x_next is one Euler step of the guided teacher.
 
-    `uniform` in [0, 1) says of each clip, or of each of its frames, which of the teacher's noise levels it has.
+    `steps` are the teacher's steps at which each clip is, or each of its frames: see `steps_at`.
     """
-    table = sigma_table(config.teacher_steps, config.teacher_shift)
-    rows = (uniform * config.teacher_steps).long()
-    sigma, sigma_next = table[rows], table[rows + 1]
+    sigma, sigma_next = config.table[steps], config.table[steps + 1]
     noise = rng.noise("noise", batch.sample_ids, batch.latent_shape).to(batch.latents)
     x_t = add_noise(batch.latents, noise, sigma)
     with torch.no_grad():

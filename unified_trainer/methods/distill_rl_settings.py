@@ -165,7 +165,8 @@ class DistillRLConfig(PolicyConfig, GroupConfig):
                 "algorithm.tilt.beta needs algorithm.matching.weight above 0: it tilts what matching follows"
             )
         self._check_calendars(setup.steps)
-        setup.require_trained("student", [setup.sampler.sigmas()[-2:-1].tolist()], "the last step of the sampler")
+        if any(weight for name, weight in self.weights.items() if name != "surrogate"):
+            setup.require_trained("student", [setup.sampler.sigmas()[-2:-1].tolist()], "the last step of the sampler")
 
     def updates(self, role: str, steps: int, sampler: SamplerConfig) -> int:
         return super().updates(role, steps, sampler) * (self.critic_updates if role == "critic" else 1)

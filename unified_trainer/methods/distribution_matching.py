@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Shaped
@@ -82,6 +82,7 @@ class MatchingConfig(ScoreConfig, SingleUpdateConfig):
     """For decoupled: shift towards noise of the noise levels at which guidance is taken."""
     guidance_tau_range: tuple[PositiveFraction, PositiveFraction] = (0.02, 0.98)
     """For decoupled: range to which they are clipped."""
+    runs_untrained: ClassVar[tuple[str, ...]] = ("before",)
 
     def check(self, setup: MethodSetup) -> None:
         if self.direction != "dmd" and self.gan_weight:
@@ -98,6 +99,8 @@ class MatchingConfig(ScoreConfig, SingleUpdateConfig):
                 "algorithm.update_schedule exclusive never updates the critic with algorithm.student_every 1: raise it"
             )
         self.check_scores(setup, "algorithm")
+        if self.direction == "decoupled":
+            setup.check_noise_levels("critic", self.guidance_tau_law, partner="teacher")
         setup.require_trained("student", [setup.sampler.sigmas()[:-1].tolist()], "sampler.step_sigmas")
 
     @property

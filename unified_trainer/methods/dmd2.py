@@ -2,27 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
+
+import torch
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Batch, Latents
-from unified_trainer.methods.base import Loss, MethodSetup, frozen, trained
-from unified_trainer.methods.distribution_matching import (
-    MatchingConfig,
-    MatchingMethod,
-    distribution_matching_gradient,
-    distribution_matching_loss,
-    matching_losses,
-    simulated,
-)
-from unified_trainer.methods.score_directions import matching_of
+from unified_trainer.methods.base import Loss, MethodSetup
+from unified_trainer.methods.distribution_matching import MatchingConfig, matching_losses, simulated
+from unified_trainer.methods.score_directions import DirectedMethod
 from unified_trainer.numerics.flow import add_noise, x0_from_velocity
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.roles.critic import Critic
-from unified_trainer.sampling.solver import SamplerConfig
-
-__all__ = ["DMD2", "DMD2Config", "distribution_matching_gradient", "distribution_matching_loss"]
+from unified_trainer.sampling.solver import trainable_steps
 
 
 @dataclass(frozen=True)
@@ -40,16 +32,10 @@ class DMD2Config(MatchingConfig):
             raise UserError("sampler.chunks.chunk_frames must be 0 for dmd2; self_forcing trains causal students")
 
 
-class DMD2(MatchingMethod):
+class DMD2(DirectedMethod):
     """Sample with the student, move the samples along fake - real, and train the critic on them."""
 
     config_class = DMD2Config
-    roles = {"student": trained(), "teacher": frozen(), "critic": trained(Critic, starts_from="teacher")}
-    trained_for_sampler = True
-
-    def __init__(self, config: DMD2Config, sampler: SamplerConfig, **parts: Any) -> None:
-        super().__init__(config, sampler, **parts)
-        self.matching = matching_of(config, self.teacher, self.critic)
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         yield from matching_losses(self.config, self.matching, step, batch, rng, self._sample)
@@ -58,7 +44,8 @@ class DMD2(MatchingMethod):
         """Sample from noise up to a step drawn equal on all ranks, or from noised clips at a step for each clip."""
         if self.config.rollout == "simulate":
             return simulated(self.student, self.sampler, batch, rng, purpose)
-        rows = (rng.uniform(f"{purpose} step", batch.sample_ids) * self.sampler.num_steps).long()
+        calls = torch.tensor(trainable_steps(self.student, self.sampler))
+        rows = calls[(rng.uniform(f"{purpose} step", batch.sample_ids) * len(calls)).long()]
         sigma = self.sampler.sigmas()[rows]
         noise = rng.noise(f"{purpose} noise", batch.sample_ids, batch.latent_shape).to(self.student.device)
         x_t = add_noise(batch.latents, noise, sigma)

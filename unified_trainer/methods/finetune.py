@@ -28,6 +28,7 @@ class FinetuneConfig(SingleUpdateConfig):
     caption_dropout: Fraction = 0.1
     """Fraction of clips trained on the negative prompt, for guidance."""
     needs_clips: ClassVar[bool] = True
+    runs_untrained = ()
 
     def check(self, setup: MethodSetup) -> None:
         chunks = setup.sampler.chunks
@@ -80,4 +81,4 @@ class Finetune(Method):
         law = self.config.sigma_law
         if self.config.forcing == "none":
             return self.student.draw_noise_levels("sigma", batch.sample_ids, rng, law)
-        return law(by_chunk("sigma", batch, rng, self.sampler.chunks)), 1.0
+        return self.student.trained_levels(law, by_chunk("sigma", batch, rng, self.sampler.chunks)), 1.0

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Positive, Shift
-from unified_trainer.basics.types import Batch, PerSample, take_rows
+from unified_trainer.basics.types import Batch, Latents, PerSample, take_rows
 from unified_trainer.data.batch_plan import BatchPlan, largest_divisor
 from unified_trainer.methods.base import (
     Loss,
@@ -32,6 +32,7 @@ from unified_trainer.methods.rl.minibatches import Minibatch, plan_minibatches
 from unified_trainer.methods.rl.rollout_method import RolloutMethod
 from unified_trainer.methods.rl.rollouts import ScoredSamples
 from unified_trainer.methods.rl.updates import LossAt, MinibatchLoss, update_losses
+from unified_trainer.numerics.advantages import groups, zero_variance
 from unified_trainer.numerics.flow import ShiftedUniform, add_noise
 from unified_trainer.numerics.kl import velocity_kl
 from unified_trainer.parallel.mesh import Mesh
@@ -45,6 +46,7 @@ class FlowDPOConfig(SingleUpdateConfig):
     """Strength of a preference: how much the errors of a pair count beside those of the reference."""
     shift: Shift = 3.0
     """Shift of the uniform noise levels towards noise; 1 is none."""
+    runs_untrained = ()
     needs_clips: ClassVar[bool] = True
     needs_pairs: ClassVar[bool] = True
 
@@ -100,14 +102,10 @@ class OnlineDPOConfig(ForwardConfig):
 
 
 class Pairs(NamedTuple):
-    """The best and the worst sample of each prompt of this rank, by row."""
+    """The worst sample of the group of each best one, by the best one's row among this rank's samples."""
 
-    best: Int[Tensor, " p"]
-    worst: Int[Tensor, " p"]
-
-    def rows(self, pairs: Tensor) -> list[int]:
-        """Return the rows of the best samples of these pairs, and then those of the worst."""
-        return [*self.best[pairs].tolist(), *self.worst[pairs].tolist()]
+    worst: list[int]  # its row, if it is of this rank
+    moved: dict[int, Latents]  # its x0 [c, t, h, w], if it is of another one
 
 
 class OnlineDPO(RolloutMethod):
@@ -130,30 +128,41 @@ class OnlineDPO(RolloutMethod):
         yield from update_losses(preferences, levels, start_update, metrics)
 
     def _pairs(self, samples: ScoredSamples, mesh: Mesh, metrics: Metrics) -> tuple[Pairs, Advantages]:
-        """Pair the samples of each group, and plan the passes of each update; groups of equal rewards have no pair."""
-        config, gathered = self.config, samples.scores.gathered(mesh)
+        """Pair the best and the worst sample of each prompt id, and plan the passes; equal rewards have no pair.
+
+        A pair is of the rank and the update of its best sample.
+        """
+        config, gathered, own = self.config, samples.scores.gathered(mesh), len(samples.batch)
         rewards, ids = samples.rewards(self.reward, gathered, mesh), gather_ids(samples.batch, gathered.parts, mesh)
-        groups = rewards.reshape(-1, config.num_samples)  # prompt by prompt; a rank has whole groups
-        best, worst = groups.max(1), groups.min(1)
-        gap = best.values - worst.values
-        updates, own = config.num_prompts // config.prompts_per_update, len(groups) // mesh.data_size
-        size = largest_divisor(own // updates, max(1, config.update_batch // 2))
+        order = mesh.gather(torch.tensor(samples.batch.sample_ids, device=ids.device)).cpu()
+        gap, worst = torch.zeros_like(rewards), list(range(len(rewards)))
+        by_prompt = groups(rewards, ids)
+        for members in by_prompt.values():
+            rows = members[order[members].argsort()]  # of equal samples the first, however many ranks there are
+            best, least = rows[rewards[rows].argmax()], rows[rewards[rows].argmin()]
+            gap[best], worst[int(best)] = rewards[best] - rewards[least], int(least)
+        gap[zero_variance(rewards, ids)] = 0.0
+        updates = config.num_prompts // config.prompts_per_update
+        size = largest_divisor(own // config.num_samples // updates, max(1, config.update_batch // 2))
         minibatches = plan_minibatches(gap > 0, gap, mesh.data_rank, mesh.data_size, updates, size)
         skipped = sum(not parts for parts in minibatches)
         metrics |= reward_metrics(rewards, ids) | self.reward.metrics(gathered, ids)
-        metrics |= {"frac_zero_std_groups": float((gap == 0).double().mean()), "skipped_updates": float(skipped)}
+        metrics |= {
+            "frac_zero_std_groups": 1 - int((gap > 0).sum()) / len(by_prompt),
+            "skipped_updates": float(skipped),
+        }
         messages = (f"{skipped} of {updates} updates skipped because no group has unequal rewards",) if skipped else ()
-        mine = slice(mesh.data_rank * own, (mesh.data_rank + 1) * own)
-        first = torch.arange(own) * config.num_samples
-        pairs = Pairs(first + best.indices[mine], first + worst.indices[mine])
-        return pairs, Advantages(gap[mine].float(), minibatches, messages)
+        first = mesh.data_rank * own
+        pairs = Pairs([row % own for row in worst[first : first + own]], _moved(worst, own, samples, mesh))
+        return pairs, Advantages(gap[first : first + own].float(), minibatches, messages)
 
     def _loss(self, samples: ScoredSamples, pairs: Pairs, minibatch: Minibatch, s: int, rng: Streams) -> MinibatchLoss:
         """-log sigmoid of the logits at one noise level, weighted over the pairs; a pair has one noise."""
-        rows = pairs.rows(minibatch.rows)
-        batch, x0 = samples.batch.take(rows), samples.rollout.end(rows)
-        keys = batch.sample_ids[: len(minibatch.rows)] * 2
-        noise = rng.noise(f"forward {s}", keys, batch.latent_shape).to(x0)
+        rows = minibatch.rows.tolist()
+        batch, best = samples.batch.take(rows * 2), samples.rollout.end(rows)  # both of a pair are of one prompt
+        worst = zip(rows, samples.rollout.end([pairs.worst[row] for row in rows]), strict=True)
+        x0 = torch.cat([best, torch.stack([pairs.moved.get(row, end) for row, end in worst])])
+        noise = rng.noise(f"forward {s}", batch.sample_ids, batch.latent_shape).to(x0)
         sigma = self.sampler.sigmas()[s]
         x_t, level = add_noise(x0, noise, sigma), sigma.expand(len(batch))
         assert self.reference is not None  # declared
@@ -164,6 +173,17 @@ class OnlineDPO(RolloutMethod):
         real = minibatch.real.nonzero().flatten().tolist()
         metrics = {name: take_rows(value.detach(), real) for name, value in seen.items()}
         return MinibatchLoss((minibatch.weights.to(loss, non_blocking=True) * loss).sum(), metrics)
+
+
+def _moved(worst: list[int], own: int, samples: ScoredSamples, mesh: Mesh) -> dict[int, Latents]:
+    """Bring x0 of other ranks that are the worst of a group to the rows of its best; a rank has `own` samples."""
+    far = [(best, row) for best, row in enumerate(worst) if best // own != row // own]
+    if not far:
+        return {}
+    ends = mesh.gather(samples.rollout.end([row % own if row // own == mesh.data_rank else 0 for _, row in far]))
+    parts = ends.chunk(mesh.data_size)
+    here = [(n, best, row) for n, (best, row) in enumerate(far) if best // own == mesh.data_rank]
+    return {best % own: parts[row // own][n] for n, best, row in here}
 
 
 def preference_logits(

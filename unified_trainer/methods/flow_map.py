@@ -42,6 +42,7 @@ class FlowMapConfig(SingleUpdateConfig):
     offset: Positive = 1e-3
     """Constant c of the weight."""
     needs_clips: ClassVar[bool] = True
+    runs_untrained = ()
 
     def check(self, setup: MethodSetup) -> None:
         if not setup.roles["student"].is_flow_map:
@@ -49,10 +50,10 @@ class FlowMapConfig(SingleUpdateConfig):
         if self.equal_share + self.clean_share > 1:
             raise UserError("algorithm.equal_share and algorithm.clean_share must sum to at most 1")
         layout = setup.layouts["student"]
-        if len(layout.trained) < len(layout.components):
+        if layout.trains_one_of_two and "high" in layout.trained:
             raise UserError(
-                "student.high.trained and student.low.trained must be True: a step may lead from one expert to the "
-                "other, and one that is not trained predicts the velocity of no step"
+                "student.low.trained must be True: steps of the high-noise expert end at levels of the other, where "
+                "one that is not trained predicts the velocity of no step"
             )
         setup.sampler.check_unguided()
         setup.check_guidance("teacher", "algorithm.guidance_scale", self.guidance_scale)

@@ -3,23 +3,21 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.types import Batch, Latents
-from unified_trainer.methods.base import Loss, frozen, trained
+from unified_trainer.methods.base import Loss
 from unified_trainer.methods.chunk_matching import WindowMatchingConfig, image_latent, trained_frames
-from unified_trainer.methods.distribution_matching import MatchingMethod, matching_losses
-from unified_trainer.methods.score_directions import matching_of
+from unified_trainer.methods.distribution_matching import matching_losses
+from unified_trainer.methods.score_directions import DirectedMethod
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.causal import CausalStudent
-from unified_trainer.roles.critic import Critic
-from unified_trainer.sampling.solver import SamplerConfig, predict_chunks
+from unified_trainer.sampling.solver import predict_chunks
 
 
 @dataclass(frozen=True)
@@ -27,19 +25,13 @@ class LongSelfForcingConfig(WindowMatchingConfig):
     pass
 
 
-class LongSelfForcing(MatchingMethod):
+class LongSelfForcing(DirectedMethod):
     """Generate up to the end of a drawn window, and match the teacher's distribution over the window."""
 
     config_class = LongSelfForcingConfig
-    roles = {"student": trained(), "teacher": frozen(), "critic": trained(Critic, starts_from="teacher")}
     uses_codec = True
-    trained_for_sampler = True
     student: CausalStudent
     codec: Codec
-
-    def __init__(self, config: LongSelfForcingConfig, sampler: SamplerConfig, **parts: Any) -> None:
-        super().__init__(config, sampler, **parts)
-        self.matching = matching_of(config, self.teacher, self.critic)
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         channels, frames, *size = batch.latent_shape

@@ -33,6 +33,7 @@ class ODEInitConfig(SingleUpdateConfig):
     (arXiv:2602.02214)."""
     passes: Count = 1
     """Times each trajectory is trained on; the student takes one optimizer step per noise level and pass."""
+    runs_untrained = ()
 
     def check(self, setup: MethodSetup) -> None:
         if setup.sampler.chunks.context_noise:
@@ -77,12 +78,13 @@ class ODEInit(Method):
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         trajectory = batch.trajectory or self._trajectory(batch, rng)
-        states, end = trajectory.states.unbind(1), trajectory.end
+        rows = [i for i, level in enumerate(trajectory.sigmas) if self.student.trains(level)]
+        end, trained = trajectory.end, Trajectory(trajectory.sigmas[rows], trajectory.states[:, rows], trajectory.end)
         for _ in range(self.config.passes):
-            for i, (level, x_t) in enumerate(zip(trajectory.sigmas, states, strict=True)):
+            for i, (level, x_t) in enumerate(zip(trained.sigmas, trained.states.unbind(1), strict=True)):
                 sigma = level.expand(len(batch))
                 if self.chunks.causal:
-                    x_t, sigma = self._by_chunk(trajectory, i)
+                    x_t, sigma = self._by_chunk(trained, i)
                     velocity = of_kind(Causal, self.student).masked_velocity(x_t, sigma, batch.cond, self.chunks, end)
                 else:
                     velocity = self.student.velocity(x_t, sigma, batch.cond)

@@ -15,7 +15,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rewards.reward import Reward
 from unified_trainer.roles.role import Trainable
-from unified_trainer.sampling.solver import predict_at
+from unified_trainer.sampling.solver import predict_at, trainable_steps
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,9 @@ class RewardGradientConfig(SingleUpdateConfig):
     micro_batch: Annotated[Count, MAY_CHANGE] = 16
     """Samples per backward pass, at most; each is decoded and scored with its graph."""
     last_calls: NetworkCalls = 1
-    """The sample is the x0 that one of this many last network calls predicts, drawn equal on all ranks."""
+    """The sample is the x0 that one of this many last network calls predicts, drawn equal on all ranks among those of
+    trained experts."""
+    runs_untrained = ("before",)
 
     def check(self, setup: MethodSetup) -> None:
         sampler = setup.sampler
@@ -38,8 +40,7 @@ class RewardGradientConfig(SingleUpdateConfig):
                 "sampler.chunks.chunk_frames must be 0 for reward_gradient; dance_grpo trains causal students by reward"
             )
         setup.check_guidance("student", "sampler.guidance_scale", sampler.guidance_scale)
-        ends = [[sigma] for sigma in sampler.sigmas()[:-1].tolist()[-self.last_calls :]]
-        setup.require_trained("student", ends, "algorithm.last_calls")
+        setup.require_trained("student", [sampler.sigmas()[:-1].tolist()[-self.last_calls :]], "algorithm.last_calls")
 
 
 class RewardGradient(Method):
@@ -56,7 +57,9 @@ class RewardGradient(Method):
         def draw(name: str | int) -> Latents:
             return rng.noise(f"transition {name}", batch.sample_ids, batch.latent_shape).to(self.student.device)
 
-        call = self.sampler.num_steps - 1 - int(rng.shared.integers(self.config.last_calls))
+        first = self.sampler.num_steps - self.config.last_calls
+        calls = [s for s in trainable_steps(self.student, self.sampler) if s >= first]
+        call = calls[int(rng.shared.integers(len(calls)))]
         x0 = predict_at(self.student, draw("initial"), batch, self.sampler, draw, call)
         reward = self.reward.score_with_gradient(x0, batch.prompts, f"training step {step + 1}")
         yield Loss("student", -reward.mean(), metrics={"reward": reward.detach()})

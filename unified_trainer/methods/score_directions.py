@@ -3,15 +3,19 @@
 SiD, arXiv:2404.04057; Decoupled DMD, arXiv:2511.22677. `algorithm.direction` names the one of a run.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.types import Batch, Latents, PerSample
+from unified_trainer.methods.base import frozen, trained
 from unified_trainer.methods.distribution_matching import (
     Direction,
     DistributionMatching,
     MatchingConfig,
+    MatchingMethod,
     distribution_matching_gradient,
     score_metrics,
 )
@@ -19,6 +23,7 @@ from unified_trainer.numerics.flow import add_noise, per_sample, promote, sample
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen
+from unified_trainer.sampling.solver import SamplerConfig
 
 
 def matching_of(config: MatchingConfig, teacher: Frozen, critic: Critic) -> DistributionMatching:
@@ -31,6 +36,17 @@ def matching_of(config: MatchingConfig, teacher: Frozen, critic: Critic) -> Dist
     elif config.direction == "decoupled":
         matching.direction = Decoupled(config, teacher, critic)
     return matching
+
+
+class DirectedMethod(MatchingMethod, shared=True):
+    """A matching method whose settings name the direction; the critic starts from the teacher."""
+
+    roles = {"student": trained(), "teacher": frozen(), "critic": trained(Critic, starts_from="teacher")}
+    trained_for_sampler = True
+
+    def __init__(self, config: MatchingConfig, sampler: SamplerConfig, **parts: Any) -> None:
+        super().__init__(config, sampler, **parts)
+        self.matching = matching_of(config, self.teacher, self.critic)
 
 
 class ScoreIdentity:

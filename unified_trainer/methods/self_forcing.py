@@ -2,20 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from unified_trainer.basics.types import Batch, Latents
-from unified_trainer.methods.base import Loss, frozen, trained
+from unified_trainer.methods.base import Loss
 from unified_trainer.methods.chunk_matching import ChunkMatchingConfig, trained_frames
-from unified_trainer.methods.distribution_matching import MatchingMethod, matching_losses
-from unified_trainer.methods.score_directions import matching_of
+from unified_trainer.methods.distribution_matching import matching_losses
+from unified_trainer.methods.score_directions import DirectedMethod
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.causal import CausalStudent
-from unified_trainer.roles.critic import Critic
-from unified_trainer.sampling.solver import SamplerConfig, predict_chunks
+from unified_trainer.sampling.solver import predict_chunks
 
 
 @dataclass(frozen=True)
@@ -25,17 +23,11 @@ class SelfForcingConfig(ChunkMatchingConfig):
         return self.gan_weight > 0
 
 
-class SelfForcing(MatchingMethod):
+class SelfForcing(DirectedMethod):
     """Generate as at inference, with a KV cache, and match the teacher's distribution over the whole clip."""
 
     config_class = SelfForcingConfig
-    roles = {"student": trained(), "teacher": frozen(), "critic": trained(Critic, starts_from="teacher")}
-    trained_for_sampler = True
     student: CausalStudent
-
-    def __init__(self, config: SelfForcingConfig, sampler: SamplerConfig, **parts: Any) -> None:
-        super().__init__(config, sampler, **parts)
-        self.matching = matching_of(config, self.teacher, self.critic)
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         yield from matching_losses(self.config, self.matching, step, batch, rng, self._generate, self._trained_frames)

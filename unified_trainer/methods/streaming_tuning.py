@@ -13,16 +13,15 @@ from torch import Tensor
 from unified_trainer.basics.ranges import Fraction
 from unified_trainer.basics.types import Batch, Latents, take_rows
 from unified_trainer.data.loader import Loader
-from unified_trainer.methods.base import Loss, frozen, trained
+from unified_trainer.methods.base import Loss
 from unified_trainer.methods.chunk_matching import WindowMatchingConfig, image_latent
-from unified_trainer.methods.distribution_matching import MatchingMethod, matching_losses
-from unified_trainer.methods.score_directions import matching_of
+from unified_trainer.methods.distribution_matching import matching_losses
+from unified_trainer.methods.score_directions import DirectedMethod
 from unified_trainer.models.base import Codec
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.causal import CausalStudent
-from unified_trainer.roles.critic import Critic
 from unified_trainer.sampling.solver import SamplerConfig, next_chunks, recomputed_cache
 
 PastFrames = Float[Tensor, "b c past h w"]  # finished frames of streams, none in the first window
@@ -90,21 +89,18 @@ class Windows:
         return sorted({*self.attended(window), *range(max(0, start - self.known + 1), start)})
 
 
-class StreamingTuning(MatchingMethod):
+class StreamingTuning(DirectedMethod):
     """Continue each sample's stream by a window, and match the teacher's distribution over the window."""
 
     config_class = StreamingTuningConfig
-    roles = {"student": trained(), "teacher": frozen(), "critic": trained(Critic, starts_from="teacher")}
     uses_loader = True
     uses_codec = True
-    trained_for_sampler = True
     student: CausalStudent
     loader: Loader
     codec: Codec
 
     def __init__(self, config: StreamingTuningConfig, sampler: SamplerConfig, **parts: Any) -> None:
         super().__init__(config, sampler, **parts)
-        self.matching = matching_of(config, self.teacher, self.critic)
         channels, frames, *size = self.loader.latent_shape
         known = min(config.teacher_frames, frames)
         self.windows = Windows(sampler.chunks, frames, known, config.student_every)

@@ -33,9 +33,10 @@ def group_advantages(
     `largest_std`: (r - mean) / (the largest std of a group + 1e-8) (LongCat-Video, arXiv:2510.22200).
     `gdpo`: for rewards [b, r], the weighted sum of the r grpo advantages, then as `global` (arXiv:2601.05242).
 
-    A group of equal rewards gets exactly 0, except under `global`; so does one whose rewards differ by no more than
-    rounding, 100 machine epsilons of the largest (1.2e-5 in float32). `weights` are those of gdpo, 1 each by default.
-    Computed in float64, returned in the dtype of `rewards`. Raises ValueError for a group of one sample.
+    A group of equal rewards gets exactly 0, except under `global` where those of others differ. Rewards are equal if
+    they differ by no more than rounding, 100 machine epsilons of the largest (1.2e-5 in float32). `weights` are those
+    of gdpo, 1 each by default. Computed in float64, returned in the dtype of `rewards`. Raises ValueError for a group
+    of one sample.
     """
     if estimator not in get_args(Estimator):
         raise ValueError(f"unknown advantage estimator {estimator!r}; have {', '.join(get_args(Estimator))}")
@@ -49,7 +50,7 @@ def group_advantages(
     if estimator == "gdpo":
         advantages = standardized(_weighted(r, prompt_ids, weights))
     elif estimator == "global":
-        advantages = standardized(r)
+        advantages = torch.zeros_like(r) if _equal(rewards) else standardized(r)
     else:
         centered = torch.zeros_like(r)
         scale = torch.ones_like(r)

@@ -5,6 +5,7 @@ to float32 before they are combined. Functions of x_t accept any shape whose fir
 number, one per sample [b], or one per sample and latent frame [b, t] (then x_t is [b, c, t, ...]).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Protocol, TypeAlias
 
@@ -82,6 +83,17 @@ class ShiftedGrid:
         # The middle of a cell: k / levels * levels may round down to k - 1.
         middles = (torch.arange(self.levels, dtype=torch.float64) + 0.5) / self.levels
         return float((self(middles) >= sigma).double().mean())
+
+
+def law_on_side(law: NoiseLevelLaw, u: Float[Tensor, "..."], boundary: float, *, above: bool) -> Float[Tensor, "..."]:
+    """Return levels of the law given that they are at least `boundary` (`above`), or below it; u is uniform in [0, 1).
+
+    u is stretched to the part of [0, 1) that the law maps to this side. Rounding takes no level to the other side.
+    """
+    share = law.share_above(boundary)
+    if above:
+        return law(1 - share + share * u).clamp(min=boundary)
+    return law((1 - share) * u).clamp(max=math.nextafter(boundary, 0))
 
 
 def sigma_table(num_steps: int, shift: float) -> Float[Tensor, " steps_and_0"]:

@@ -178,6 +178,13 @@ def objective_named(name: str, **parameters: float) -> Objective:
     return OBJECTIVES[name](name, **parameters)
 
 
+def clips_ratios(objective: Objective) -> bool:
+    """Return whether an objective reads its clip range."""
+    moved, advantage = torch.tensor([-0.5, 0.5, -0.5, 0.5]), torch.tensor([1.0, 1.0, -1.0, -1.0])
+    narrow, wide = (objective(moved, advantage, range_, range_) for range_ in (0.1, 0.9))
+    return not torch.equal(narrow, wide)
+
+
 def ratio(log_ratio: Tensor) -> Tensor:
     """Return exp(clip(log_ratio, -20, 20)), in the widest dtype of its device."""
     return log_ratio.to(widest(log_ratio.device)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()

@@ -41,16 +41,19 @@ class ExpertConfig(FrozenExpertConfig):
 
 @dataclass(frozen=True)
 class ExpertPair:
-    """Two networks of one role in memory: `high` runs at noise levels of at least the boundary."""
+    """Two networks of one role: `high` runs at noise levels of at least the boundary. None is not in memory."""
 
-    high: Backbone
-    low: Backbone
+    high: Backbone | None
+    low: Backbone | None
     boundary: float
 
 
 def by_expert(networks: Backbone | ExpertPair) -> dict[Expert, Backbone]:
-    """Return a role's networks by name, high noise first."""
-    return {"high": networks.high, "low": networks.low} if isinstance(networks, ExpertPair) else {"": networks}
+    """Return a role's networks in memory by name, high noise first."""
+    if not isinstance(networks, ExpertPair):
+        return {"": networks}
+    both: dict[Expert, Backbone | None] = {"high": networks.high, "low": networks.low}
+    return {expert: backbone for expert, backbone in both.items() if backbone is not None}
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,12 @@ class ExpertLayout:
     components: Mapping[Expert, str] = field(default_factory=dict)  # folder component of each network
     trained: tuple[Expert, ...] = ()  # networks that are trained
     offloaded: tuple[Expert, ...] = ()  # networks that are kept in CPU memory
+    left_out: tuple[Expert, ...] = ()  # networks that are not trained and that nothing runs: they are not loaded
+
+    @property
+    def trains_one_of_two(self) -> bool:
+        """Whether one of two experts is trained."""
+        return self.boundary is not None and len(self.trained) == 1
 
     def trains(self, sigma: float) -> bool:
         """Return whether the network that runs at this noise level is trained."""

@@ -17,7 +17,7 @@ from unified_trainer.basics.ranges import Decay
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
 from unified_trainer.models.base import VideoModel
 from unified_trainer.models.sparse_attention import DENSE, SparseAttentionConfig
-from unified_trainer.numerics.flow import GuidanceScale, NoiseLevelLaw
+from unified_trainer.numerics.flow import GuidanceScale, NoiseLevelLaw, law_on_side
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.adapter import AdapterConfig, AdapterFileConfig, FrozenExpertConfig
 from unified_trainer.roles.backbone import Backbone
@@ -97,9 +97,9 @@ class TrainableConfig(LearnerConfig, RoleConfig):
     high: ExpertConfig = field(default_factory=ExpertConfig)
     low: ExpertConfig = field(default_factory=ExpertConfig)
     expert_balance: Balance = "mixed"
-    """Noise levels drawn for a role with two experts: for both in every batch (mixed), or for one of them, drawn with
-    its own probability (natural) or with probability 1/2 and the loss weighted back (equal). One expert a batch is
-    faster on several ranks."""
+    """Noise levels drawn for a role with two trained experts: for both in every batch (mixed), or for one of them,
+    drawn with its own probability (natural) or with probability 1/2 and the loss weighted back (equal). One expert a
+    batch is faster on several ranks. Where one expert is trained, all are drawn for it."""
 
     @property
     def trains_on_adapter(self) -> bool:
@@ -140,6 +140,7 @@ class Role:
     """A velocity field: one network, or two experts that meet at a noise level."""
 
     keeps_graph: bool = True  # False: no pass of this role has a gradient, not even to its inputs
+    boundary: float | None = None  # noise level at which its two experts meet; None for one network
 
     def __init__(self, name: str, networks: Backbone | ExpertPair, config: RoleConfig) -> None:
         self.name = name
@@ -234,6 +235,8 @@ class Role:
         """Precision of weights and passes, for the table printed at start."""
         held = sorted({"bf16" if backbone.half else "fp32" for backbone in self._backbones.values()})
         experts = "" if self.boundary is None else f", two experts that meet at {self.boundary:g}"
+        if self.boundary is not None and len(self.experts) == 1:
+            experts += f", of which training runs {self.experts[0]} alone"
         return f"weights {' and '.join(held)}, passes {self.config.precision}{experts}"
 
     @property
@@ -311,6 +314,17 @@ class Trainable(Role):
         """Return whether the network that runs at this noise level is trained."""
         return expert_at(float(sigma), self.boundary) in self._learners
 
+    @property
+    def trains_one_of_two(self) -> bool:
+        """Whether one of two experts is trained."""
+        return self.boundary is not None and len(self._learners) == 1
+
+    def trained_levels(self, law: NoiseLevelLaw, u: PerSample | PerFrame) -> PerSample | PerFrame:
+        """Return the noise levels of u, uniform in [0, 1), by the law given that their network is trained."""
+        if self.boundary is None or not self.trains_one_of_two:
+            return law(u)
+        return law_on_side(law, u, self.boundary, above="high" in self._learners)
+
     def transition_counts(self, sigmas: Float[Tensor, " s"]) -> dict[str, float]:
         """Return metrics: how many of these transitions each expert makes; none for a role with one network."""
         experts = [expert_at(sigma, self.boundary) for sigma in sigmas.tolist()]
@@ -321,15 +335,16 @@ class Trainable(Role):
     ) -> tuple[PerSample, float]:
         """Draw one noise level for each sample, and return them with the weight of the loss there.
 
-        The levels follow `law` and `expert_balance`. `partner` is a role evaluated at the same levels: where this role
-        is one network and the partner has two experts, one of the partner's is drawn.
+        The levels follow `trained_levels`, and `expert_balance` if both experts are trained. `partner` is a role
+        evaluated at the same levels: where this role is one network and the partner has two experts, one of the
+        partner's is drawn.
         """
         u, weight = rng.uniform(name, sample_ids), 1.0
-        if self.config.expert_balance != "mixed":
+        if self.config.expert_balance != "mixed" and not self.trains_one_of_two:
             boundary = self.boundary if self.boundary is not None or partner is None else partner.boundary
             assert boundary is not None  # a role without experts draws mixed levels
             u, weight = balanced_uniform(u, law.share_above(boundary), self.config.expert_balance, rng.shared)
-        return law(u), weight
+        return self.trained_levels(law, u), weight
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of a loss; `last` says that `step` comes next.

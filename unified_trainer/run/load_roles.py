@@ -30,6 +30,8 @@ def load_roles(
     users: dict[tuple[str, str, str, SparseAttentionConfig, bool, str], list[tuple[str, Expert]]] = {}
     for name, plan in plans.items():
         for expert, component in plan.layout.components.items():
+            if expert in plan.layout.left_out:
+                continue
             sparse, flow_map = plan.config.sparse, plan.config.is_flow_map
             own = plan.own_adapter is None or sparse != DENSE or flow_map
             alone = not half or (expert in plan.layout.trained and own)
@@ -43,19 +45,12 @@ def load_roles(
         )
     roles: dict[str, Role] = {}
     for name, plan in plans.items():
-        networks = [backbones[name, expert] for expert in plan.layout.components]
-        roles[name] = plan.kind(name, _networks(networks, plan.layout.boundary), plan.config)
+        high, low = (backbones.get((name, expert)) for expert in ("high", "low"))
+        at = plan.layout.boundary
+        roles[name] = plan.kind(name, backbones[name, ""] if at is None else ExpertPair(high, low, at), plan.config)
         if plan.config.sparse.warmup_updates:
             raise_share(of_kind(Trainable, roles[name]))
     return roles
-
-
-def _networks(own: list[Backbone], boundary: float | None) -> Backbone | ExpertPair:
-    """Return a role's only network, or its two experts, of which the first is that of high noise."""
-    if boundary is None:
-        return own[0]
-    high, low = own
-    return ExpertPair(high, low, boundary)
 
 
 def _load_backbone(

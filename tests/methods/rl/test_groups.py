@@ -20,13 +20,13 @@ SIZES = {"num_prompts": 2, "num_samples": 2, "prompts_per_update": 2, "rollout_b
 
 
 def advantages_of(
-    penalty: torch.Tensor | None = None, reward: RewardSum | None = None, **changes
+    penalty: torch.Tensor | None = None, reward: RewardSum | None = None, *, parts: torch.Tensor = PARTS, **changes
 ) -> tuple[Advantages, dict[str, float]]:
     config = GroupConfig(**SIZES | changes)
     batch = small_batch(4)
     batch = batch.__class__(**vars(batch) | {"prompt_ids": (0, 0, 1, 1)})
     loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
-    scores = Scores(PARTS[:, None], {}, torch.zeros(4, 3))
+    scores = Scores(parts[:, None], {}, torch.zeros(4, 3))
     samples = ScoredSamples(
         batch, Rollout.from_x0(torch.zeros(4, *LATENT_SHAPE)), scores, torch.zeros(4, dtype=torch.int64)
     )
@@ -62,3 +62,16 @@ def test_a_weighted_sum_that_is_not_finite_names_scorer_prompt_and_sample(weight
     said = rf"reward: near: the reward of sample {row} \('{re.escape(CAPTIONS[row])}'\) is not finite"
     with pytest.raises(NotFiniteError, match=said):
         advantages_of(reward=reward, advantage=advantage)
+
+
+def test_global_trains_on_a_group_of_equal_rewards():
+    """(r - mean) / std over all samples: two equal rewards of 1 lie below those of 3 and 5, and teach so."""
+    rewards = torch.tensor([1.0, 1.0, 3.0, 5.0])
+    everything = (rewards - rewards.mean()) / rewards.std()
+    found, metrics = advantages_of(advantage="global", parts=rewards)
+    torch.testing.assert_close(found.values, everything)
+    assert int(sum(part.real.sum() for part in found.minibatches[0])) == 4 and metrics["frac_zero_std_groups"] == 0.5
+    within, _ = advantages_of(advantage="global_std", parts=rewards)
+    assert int(sum(part.real.sum() for part in within.minibatches[0])) == 2 and not within.values[:2].any()
+    equal, _ = advantages_of(advantage="global", parts=torch.full((4,), 0.1))
+    assert equal.minibatches == [[]] and not equal.values.any()

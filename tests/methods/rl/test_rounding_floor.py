@@ -1,12 +1,17 @@
 """The KL that rounding alone makes: measured by a step's first update, and the least KL that can be kept."""
 
+import dataclasses
 import math
+import re
 
 import pytest
-from helpers import SMALL, flags, metrics_of, refused
+from helpers import SMALL, dance_grpo, flags, metrics_of, refused
 
 from unified_trainer.__main__ import main
+from unified_trainer.basics.errors import UserError
+from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.methods.rl.policy import PolicyConfig
+from unified_trainer.numerics.objectives import CISPO, GSPO, SAPO, SoftClip, Unclipped
 
 pytestmark = [
     pytest.mark.slow,
@@ -14,6 +19,9 @@ pytestmark = [
 ]
 
 FLOOR = "train/approx_kl_floor"
+CONFIG = DanceGRPOConfig(
+    num_prompts=2, num_samples=2, prompts_per_update=2, rollout_batch=4, update_batch=4, clip_low=1e-2, clip_high=1e-2
+)
 BF16 = {"student.precision": "bf16", "student.learning-rate": 1e-3}
 
 
@@ -54,3 +62,38 @@ def test_what_is_above_the_floor_is_kept():
     PolicyConfig().check_above(floor)
     with pytest.raises(ValueError, match=r"algorithm\.kl_target 1\.9e-07 is below .* a KL of 1\.9e-07"):
         PolicyConfig(kl_target=floor).check_above(floor)
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("clip_low", {"clip_low": 1e-12}),
+        ("clip_high", {"clip_high": 1e-12, "objective": CISPO()}),
+        ("clip_high", {"clip_high": 1e-12, "objective": GSPO(), "guard": True}),
+        ("clip_velocity", {"clip_velocity": 1e-9}),
+    ],
+)
+def test_a_clip_range_below_the_noise_floor_is_refused_in_the_first_update(key, changes):
+    """Whatever objective clips. Samples are replayed as they were made, so that no log-ratio shows the rounding."""
+    one = dance_grpo(dataclasses.replace(CONFIG, **changes))
+    with pytest.raises(UserError, match=rf"algorithm\.{key} 1e-\d+ is below the log-ratio noise floor") as said:
+        one.step(0)
+    assert not one.roles["student"].gradients
+    floor = float(re.search(r"by ([\d.e-]+), and", str(said.value))[1])
+    assert 1e-12 < floor < 1e-7  # the sum of mean and noise is rounded to float32
+    wide = dance_grpo(dataclasses.replace(CONFIG, **changes | {key: 1e-2})).step(0)
+    assert max(value for name, value in wide.items() if name.startswith("log_ratio_noise_floor")) < 1e-2
+
+
+@pytest.mark.parametrize("objective", [Unclipped(), SoftClip(), SAPO()])
+def test_an_objective_without_a_clip_range_has_none_below_the_floor(objective):
+    one = dance_grpo(dataclasses.replace(CONFIG, clip_low=1e-12, objective=objective))
+    one.method.update.on_policy._log_ratio = lambda replay: (0.0, replay.clip)
+    one.step(0)
+    assert len(one.roles["student"].gradients) == 1
+
+
+def test_a_trust_region_below_the_floor_is_refused_in_float32_too():
+    one = dance_grpo(dataclasses.replace(CONFIG, correction="dppo", trust_region=1e-30))
+    with pytest.raises(UserError, match=r"algorithm\.trust_region 1e-30 is below the rounding of .* fp32"):
+        one.step(0)

@@ -87,8 +87,8 @@ class Groups:
         ids, rewards = gather_ids(samples.batch, gathered.parts, mesh), samples.rewards(self._reward, gathered, mesh)
         advantages, equal = self._compare(gathered.parts, rewards, ids, penalty)
         below = below_threshold(rewards, ids, config.reward_threshold)
-        advantages[below | equal] = 0.0
-        useful = ~equal
+        useful = ~equal | (config.advantage == "global")  # equal rewards still differ from those of other prompts
+        advantages[below | ~useful] = 0.0
         if config.best_of_n:
             useful &= best_of_n(advantages, ids, config.best_of_n)
         updates, own = config.num_prompts // config.prompts_per_update, len(samples.batch)

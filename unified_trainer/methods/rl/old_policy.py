@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Decay, Fraction, NonNegative
 from unified_trainer.basics.types import Batch, Latents, PerSample, take_rows
 from unified_trainer.methods.base import Loss, MethodSetup, Metrics
@@ -40,12 +39,7 @@ class OldPolicyConfig(ForwardConfig, GroupConfig):
 
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
-        sampler = setup.sampler
-        if sampler.guidance_scale != 1:
-            raise UserError(
-                f"sampler.guidance_scale must be 1, not {sampler.guidance_scale}: the method trains the velocity that "
-                "it samples with"
-            )
+        setup.check_guidance("student", "sampler.guidance_scale", setup.sampler.guidance_scale)
         setup.check_guidance("student", "algorithm.kl_guidance_scale", self.kl_guidance_scale)
 
 
@@ -74,6 +68,8 @@ class NoisedSamples(NamedTuple):
 class OldPolicyMethod(RolloutMethod, shared=True):
     """Sample with the old policy, compare groups, and train the student's velocity on noised samples.
 
+    Samples are guided by sampler.guidance_scale; the velocities that are trained and compared are not.
+
     A method declares the roles student, old and reference, sets `sampled_by` to old, and defines `objective`.
     """
 
@@ -83,6 +79,7 @@ class OldPolicyMethod(RolloutMethod, shared=True):
     def __init__(self, config: OldPolicyConfig, sampler: SamplerConfig, **parts: Any) -> None:
         super().__init__(config, sampler, **parts)
         check_reference(config.kl_coefficient, self.reference)
+        self.unguided = replace(sampler, guidance_scale=1.0)
         self.guided = replace(sampler, guidance_scale=config.kl_guidance_scale)  # that of the reference
         self.groups = Groups(config, self.reward, self.loader)
         self.rollouts = with_replacement(self.rollouts, config, self.reward, self.loader)
@@ -129,7 +126,7 @@ class OldPolicyMethod(RolloutMethod, shared=True):
 
     def velocity(self, role: Role, samples: NoisedSamples, sampler: SamplerConfig | None = None) -> Latents:
         """Return a role's velocity of noised samples; chunks of a causal one attend to the clean chunks."""
-        return policy_velocity(role, samples.x_t, samples.sigma, samples.batch, sampler or self.sampler, samples.x0)
+        return policy_velocity(role, samples.x_t, samples.sigma, samples.batch, sampler or self.unguided, samples.x0)
 
     def kl_coefficient(self, samples: NoisedSamples) -> float | PerSample:
         """Return the coefficient of the KL, or one for each sample."""

@@ -21,7 +21,7 @@ from unified_trainer.numerics.kernels import CappedPolicy, Kernel, Policy
 from unified_trainer.numerics.kl import KLKind
 from unified_trainer.numerics.objectives import Clip, Objective
 from unified_trainer.parallel.random import Streams
-from unified_trainer.roles.role import Role
+from unified_trainer.roles.role import Precision, Role
 from unified_trainer.sampling.equal_rows import EqualRows
 from unified_trainer.sampling.solver import SamplerConfig, rollout
 
@@ -142,14 +142,14 @@ class PolicyConfig(TrainedStepsConfig):
             self.correction, density=self.weight_density, largest=self.weight_max, trust_region=self.trust_region
         )
 
-    def check_above(self, floor: float) -> None:
-        """Raise UserError for a KL to keep that is not above `floor`, the KL that rounding in bf16 makes."""
+    def check_above(self, floor: float, precision: Precision = "bf16") -> None:
+        """Raise UserError for a KL to keep that is not above `floor`, the KL that rounding makes."""
         kept = {"trust_region": self.trust_region * (self.correction == "dppo"), "kl_target": self.kl_target}
         for name, kl in kept.items():
             if 0 < kl <= floor:
                 raise UserError(
-                    f"algorithm.{name} {kl:g} is below the rounding of student.precision bf16: a replay with unchanged "
-                    f"weights has a KL of {floor:.2g}; set it above that"
+                    f"algorithm.{name} {kl:g} is below the rounding of student.precision {precision}: a replay with "
+                    f"unchanged weights has a KL of {floor:.2g}; set it above that"
                 )
 
     def check(self, setup: MethodSetup) -> None:

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Batch, Latents, PerSample, take_rows, widest
 from unified_trainer.methods.base import Loss, Metrics
 from unified_trainer.methods.rl.groups import Advantages
@@ -22,7 +23,7 @@ from unified_trainer.methods.rl.rollouts import Rollouts, ScoredSamples
 from unified_trainer.methods.rl.sample_ratio import Compare, of_samples
 from unified_trainer.methods.rl.updates import LossAt, MinibatchLoss, update_losses
 from unified_trainer.numerics.kl import gaussian_kl
-from unified_trainer.numerics.objectives import calibrated_clip, diagnostics, guarded_log_ratio
+from unified_trainer.numerics.objectives import calibrated_clip, clips_ratios, diagnostics, guarded_log_ratio
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import Frozen, Trainable
@@ -252,7 +253,7 @@ class PolicyUpdate:
         config, elements = self.config, math.prod(batch.latent_shape)
         clips = torch.tensor([self._clip(s, elements) for s in trained], dtype=torch.float64)
         metrics = stats.metrics(trained, elements)
-        metrics |= self._rounding(metrics["approx_kl"])
+        metrics |= self._rounding(metrics, trained, clips)
         if config.clip_velocity:
             metrics |= {"clip_low": float(clips[:, 0].mean()), "clip_high": float(clips[:, 1].mean())}
         metrics |= {**self._diagnostics(stats, clips), **self.correction.metrics(stats)}
@@ -262,16 +263,27 @@ class PolicyUpdate:
             metrics |= self.kl.adapt(stats.kl_reference.mean(1))
         return metrics
 
-    def _rounding(self, approx_kl: float) -> dict[str, float]:
+    def _rounding(self, metrics: dict[str, float], trained: list[int], clips: Float[Tensor, "s 2"]) -> dict[str, float]:
         """Return the floor of approx_kl in bf16: what a step's first update measures before any weight has changed.
 
-        Raise UserError for a KL to keep that is below it. In float32 it is far below every KL that trains.
+        Raise UserError for a KL to keep, or a clip range, that is below what rounding makes.
         """
         unchanged, self._unchanged = self._unchanged, False
-        if not unchanged or self.student.config.precision != "bf16":
+        if not unchanged:
             return {}
-        self.config.check_above(approx_kl)
-        return {"approx_kl_floor": approx_kl}
+        config, precision, kl = self.config, self.student.config.precision, metrics["approx_kl"]
+        first = not self.on_policy.over  # update of the run
+        if first:
+            config.check_above(kl, precision)
+        for s, (low, high) in zip(trained, clips.tolist(), strict=True) if first else ():
+            floor = metrics[f"log_ratio_noise_floor/{s}"] * (float(self.policy.std(s)) if config.guard else 1.0)
+            if min(low, high) <= floor and clips_ratios(self.objective):
+                key = "clip_velocity" if config.clip_velocity else "clip_low" if low <= floor else "clip_high"
+                raise UserError(
+                    f"algorithm.{key} {vars(config)[key]:g} is below the log-ratio noise floor: rounding moves "
+                    f"ratios of unchanged weights by {floor:.2g}, and the range is {min(low, high):.2g}; raise it"
+                )
+        return {"approx_kl_floor": kl} if precision == "bf16" else {}
 
     def _lag_metrics(self, stats: ReplayStats, clips: Float[Tensor, "s 2"]) -> dict[str, float]:
         """Return what shows how far the samples of each lag are from the present policy."""

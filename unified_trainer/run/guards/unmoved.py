@@ -35,6 +35,8 @@ class UnmovedWeights:
             return ""
         self._warned = True
         why = "samples without an advantage and losses of 0 make none (see skipped_updates and not_finite_count)"
+        if any(self._roles[name].trains_one_of_two for name in still):
+            why += ", and so do noise levels of an expert that is not trained"
         if any(updates.values()):
             why = "look at learning_rate, max_grad_norm and precision"
         listed = ", ".join(f"{name} ({count} updates)" for name, count in updates.items())

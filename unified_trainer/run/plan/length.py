@@ -49,13 +49,15 @@ def with_updates(run: RunConfig, roles: Mapping[str, RolePlan]) -> dict[str, Rol
 
     A run that is continued keeps the counts that it began with, whatever its length is now.
     """
-    trained = {name: role.config for name, role in roles.items() if issubclass(role.kind, Trainable)}
-    counted = {name: _counted(run, name, of_kind(TrainableConfig, config)) for name, config in trained.items()}
+    trained = {name: role for name, role in roles.items() if issubclass(role.kind, Trainable)}
+    counted = {name: _counted(run, name, role) for name, role in trained.items()}
     return {name: replace(role, config=counted.get(name, role.config)) for name, role in roles.items()}
 
 
-def _counted(run: RunConfig, name: str, config: TrainableConfig) -> TrainableConfig:
-    if config.expert_balance != "mixed" and (config.warmup_ratio or config.lr_decay_ratio):
+def _counted(run: RunConfig, name: str, role: RolePlan) -> TrainableConfig:
+    config = of_kind(TrainableConfig, role.config)
+    drawn = config.expert_balance != "mixed" and not role.layout.trains_one_of_two
+    if drawn and (config.warmup_ratio or config.lr_decay_ratio):
         raise ConfigError(
             f"{name}.expert_balance {config.expert_balance}: how many updates an expert makes is drawn. Give "
             f"{name}.warmup_updates and {name}.lr_decay_updates in place of shares"

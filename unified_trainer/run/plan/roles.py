@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -71,9 +71,28 @@ def plan_roles(run: RunConfig, method: type[Method], *, starting: bool = True) -
         if run.sampler.chunks.causal and ("student" in (name, spec.copy_of) or spec.in_chunks(run.algorithm)):
             kind = causal_form(kind)
         layout = layout_for(name, kind, config, path)
+        origin = plans[spec.copy_of].layout if spec.copy_of else layout
+        layout = _without_idle(run, name, layout, origin, of_student="student" in (name, spec.copy_of))
         adapters = adapters_of(spec.copy_of or name, kind, config, path, layout, starting=starting)
         plans[name] = RolePlan(kind, adapters.config, path, layout, adapters.merged, adapters.starts)
     return plans
+
+
+def _without_idle(
+    run: RunConfig, name: str, layout: ExpertLayout, trained: ExpertLayout, *, of_student: bool
+) -> ExpertLayout:
+    """Leave out the expert that is not trained where nothing runs it; `trained` is the layout of the role's origin."""
+    if not trained.trains_one_of_two:
+        return layout
+    runs = {
+        "any": True,
+        "before": of_student and not trained.trains(float(run.sampler.sigmas()[0])),
+        "below": of_student and "high" in trained.trained,
+    }
+    shown = run.validated().sampler.sigmas()[:-1].tolist() if name == "student" and run.validate_every else []
+    if any(runs[where] for where in run.algorithm.runs_untrained) or not all(map(trained.trains, shown)):
+        return layout
+    return replace(layout, left_out=tuple(expert for expert in layout.components if expert not in trained.trained))
 
 
 def role_path(run: RunConfig, method: type[Method], name: str) -> str:
