@@ -27,9 +27,8 @@ from unified_trainer.methods.rl.rollouts import Check, Rollouts, ScoredSamples
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import Trainable
-from unified_trainer.run.build import build
+from unified_trainer.run.build import Built, build
 from unified_trainer.run.settings.command_line import parse
-from unified_trainer.run.validation.report import validate
 
 CORRECTIONS = {
     "none": "",
@@ -141,12 +140,20 @@ def measured(folder: Path, steps: int, ahead: int, flags: list[str]) -> list[dic
     trainer, student = built.trainer, built.trainer.roles["student"]
     trainer.method.sample_from(LaggedRollouts(trainer.method.rollouts, student, ahead))
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [{"step": 0} | validate(built.validation, student, folder / "before", 0).metrics]
+    lines = [{"step": 0} | validated(built, folder / "before", 0)]
     for step in range(steps):
         lines.append({"step": step + 1} | trainer.step(step))
-    lines.append({"step": steps} | validate(built.validation, student, folder / "after", steps).metrics)
+    lines.append({"step": steps} | validated(built, folder / "after", steps))
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return lines
+
+
+def validated(built: Built, folder: Path, step: int) -> dict[str, float]:
+    """Return the metrics of the student after `step` training steps."""
+    student, source = built.trainer.roles["student"], built.validation
+    with student.sampling_weights(ema=source.ema):
+        source.start(student, step)
+    return source.finish(folder, step).metrics
 
 
 def row(name: str, ahead: int, runs: list[list[dict[str, float]]]) -> list[str]:

@@ -12,21 +12,18 @@ import torch
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request, with_image_files
-from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.reward import Reward
 from unified_trainer.roles.role import Role, Trainable
-from unified_trainer.run.checkpoint.mirror import saver_of
 from unified_trainer.run.registry import family_of
 from unified_trainer.run.settings.command_line import parse, with_settings
 from unified_trainer.run.settings.config import RunConfig, flat
 from unified_trainer.run.settings.settings import check_ranges
-from unified_trainer.run.train import begin
+from unified_trainer.run.train import started
 from unified_trainer.run.train import train as run_training
-from unified_trainer.run.validation.report import validate
 from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.report.after_training import report_after
 from unified_trainer.tools.sample.sample import check_images, draw_latents
@@ -101,9 +98,9 @@ class Student:
 class Run:
     """A training run that is driven step by step; a context manager that releases its directory and workers.
 
-    It does what the command line does at the start of a run, on one rank or on those of torchrun. Then nothing happens
-    by itself: `step` trains, `validate`, `sample` and `score` measure, and `save` writes a checkpoint that
-    `Run.resume` or --resume continues. Metrics are returned and not written; `train` is a whole run with its logs.
+    It is the run of the command line, on one rank or on those of torchrun: the caller makes the steps, and each one is
+    logged, saved and validated as the settings say. `validate`, `sample` and `score` measure besides, and `save` writes
+    a checkpoint that `Run.resume` or --resume continues.
     """
 
     def __init__(self, settings: RunConfig) -> None:
@@ -112,14 +109,14 @@ class Run:
         Raise UserError, before a file is written, for settings that cannot be.
         """
         check_ranges(settings)
-        self._stack = ExitStack()
+        if settings.launcher != "process" or settings.validate_only:
+            raise UserError("launcher ray and validate_only are for `train`: a Run is driven in this process")
         self._mesh = Mesh.join(settings.device, settings.parallel)
-        begun = self._stack.enter_context(begin(settings, self._mesh, sys.argv))
-        self._built, self.settings = begun.built, begun.built.run
-        self.folder, self.steps_done = begun.output, begun.start
-        root, keep = self.folder / "checkpoints", self._built.keep
-        saver = saver_of(begun.mirror, root, self._mesh, keep, self._say, asynchronous=False)
-        self._saver = self._stack.enter_context(saver)
+        with ExitStack() as stack:
+            self._built, self._course = stack.enter_context(started(settings, self._mesh, sys.argv))
+            self.settings, self.folder = self._built.run, self._course.output
+            self._course.begin()  # with the validation before the first step
+            self._stack = stack.pop_all()
 
     @classmethod
     def resume(cls, folder: str | Path, settings: Mapping[str, Any] | None = None) -> "Run":
@@ -135,7 +132,11 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is None:
+            self._course.end()
         self._stack.__exit__(kind, error, trace)  # the process groups stay: torchrun's ranks cannot meet a second time
+        if kind is None and self.is_main and (after := report_after(self.settings)) is not None:
+            after(self.folder)
 
     @property
     def is_main(self) -> bool:
@@ -143,28 +144,39 @@ class Run:
         return self._mesh.is_main
 
     @property
+    def steps_done(self) -> int:
+        """The training steps done; a roll-back lowers it."""
+        return self._course.step
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The guard that stopped the run, "guard" or "hacking_monitor", or None: `step` makes no more steps then."""
+        return self._course.stopped_by
+
+    @property
     def roles(self) -> Mapping[str, Role]:
         """The roles by name, with their weights."""
         return self._built.roles
 
     def step(self) -> dict[str, float]:
-        """Run the next training step and return its metrics, which docs/metrics.md explains as train/NAME."""
-        metrics = self._built.trainer.step(self.steps_done)
-        self.steps_done += 1
-        return metrics
+        """Run the next training step and return its metrics, which docs/metrics.md explains as train/NAME.
+
+        Raise UserError after the last of the settings' `steps`, and in a run that a guard stopped.
+        """
+        if self.stopped_by:
+            raise UserError(f"{self.stopped_by} stopped this run: to go on, set {self.stopped_by}.action to warn")
+        if self.steps_done >= self.settings.steps:
+            raise UserError(f"the run has all its {self.settings.steps} steps: set steps higher")
+        return self._course.next()
 
     def validate(self) -> dict[str, float]:
-        """Generate and measure the fixed samples of validation; write them into validation/step_N of the run directory.
+        """Generate, measure and log the fixed samples of validation, unless that is done after this step.
 
-        Raise UserError for a run without validations, validate_every 0.
+        They are in validation/step_N of the run directory. Raise UserError for a run without any, validate_every 0.
         """
         if self._built.validation is None:
             raise UserError("validate_every 0: this run was built without validations; set it to 1 or more")
-        folder = self.folder / "validation" / f"step_{self.steps_done}"
-        result = validate(self._built.validation, self._student(), folder, self.steps_done)
-        if result.warning is not None:
-            self._say(f"warning: {result.warning}")
-        return result.metrics
+        return self._course.validate()
 
     def sample(
         self,
@@ -206,13 +218,10 @@ class Run:
 
         Raise DiskFull, a UserError, if there is no space: earlier checkpoints then stay.
         """
-        trainer = self._built.trainer
-        self._saver.save(self.steps_done, trainer.tensors(), trainer.metadata({}), last=True)
-        self._saver.finish(self.steps_done)
+        if self.settings.checkpoint_every < 0:
+            raise UserError("checkpoint_every -1: this run saves no checkpoint; set it to 0 or more")
+        self._course.save()
         return self.folder / "checkpoints" / f"step_{self.steps_done}"
 
     def _student(self) -> Trainable:
         return self._built.trainer.roles["student"]
-
-    def _say(self, text: str) -> None:
-        say(text, quiet=not self.is_main)

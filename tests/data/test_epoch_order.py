@@ -12,7 +12,7 @@ BATCH = 8
 
 
 def order(epoch=0, seed=0, row_groups=GROUPS, batch=BATCH, lanes=BATCH) -> np.ndarray:
-    return shuffled_by_row_groups(epoch, seed=seed, row_groups=row_groups, batch=batch, lanes=lanes)
+    return shuffled_by_row_groups(epoch, seed=seed, row_groups=row_groups, layouts=[(0, batch, lanes)])
 
 
 def reads(rows: np.ndarray, sizes: list[int], batch: int, ranks: int) -> int:

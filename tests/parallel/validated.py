@@ -26,7 +26,7 @@ from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.run.settings.config import ValidationConfig
 from unified_trainer.run.validation.real_clips import distances_of
-from unified_trainer.run.validation.report import Validation, validate
+from unified_trainer.run.validation.report import Validation
 from unified_trainer.sampling.solver import SamplerConfig
 
 CONFIG = ValidationConfig(num_samples=4, batch=2, num_videos=0, frechet_stride=8)
@@ -45,7 +45,8 @@ def measured(mesh: Mesh, folder: Path, samples: int = CONFIG.num_samples) -> dic
     requests = Request.of(validation_captions(config.num_samples))
     distances = distances_of(config, VideoConfig(FRAMES, SIZE, SIZE), codec, features, requests, mesh.device)
     validation = Validation(config, codec, reward, distances, sampler, requests, shape, mesh, 8.0)
-    return validate(validation, student, folder, 0).metrics
+    validation.start(student, 0)
+    return validation.finish(folder, 0).metrics
 
 
 def work(folder: Path, samples: int) -> None:

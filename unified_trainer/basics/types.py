@@ -100,11 +100,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return tensors by name, to be written, or filled in place before `load_state_dict` is called."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore from tensors by name."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,21 @@
 """How the samples of a training step divide into updates, ranks and micro-batches."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.suggestions import multiples_near
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run is in its data, in a checkpoint as JSON."""
+
+    step: int = 0  # training steps done
+    prompts: int = 0  # that they took
+    # Of row groups in batches so far: the prompts taken before, the prompts of a batch, and its lanes.
+    layouts: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True)
@@ -22,6 +33,7 @@ class BatchPlan:
     whole_groups: bool = False  # all samples of a prompt are on one rank
     # Of the smaller updates at the start of a run: the training steps until they end, and their prompts (`ramp_up`).
     ramp: tuple[tuple[int, int], ...] = ()
+    begun: Position = Position()  # from which on these numbers hold: a run that is continued may have had others
 
     @classmethod
     def one_update(cls, batch_size: int, micro_batch: int) -> "BatchPlan":
@@ -39,7 +51,11 @@ class BatchPlan:
         return replace(self, prompts=updates * prompts_per_update, prompts_per_update=prompts_per_update, ramp=())
 
     def prompts_before(self, step: int) -> int:
-        """Return the prompts of all training steps before this one."""
+        """Return the prompts of all training steps before this one: those taken before `begun`, and those since."""
+        return self.begun.prompts + self._planned(step) - self._planned(self.begun.step)
+
+    def _planned(self, step: int) -> int:
+        """Return the prompts of all training steps before this one, by these numbers alone."""
         total = begin = 0
         for end, prompts in self.ramp:
             total += max(0, min(step, end) - begin) * self.sized(prompts).prompts

@@ -17,14 +17,17 @@ def shuffled(epoch: int, *, seed: int, size: int) -> np.ndarray:
     return generator(seed, "epoch", epoch).permutation(size)
 
 
-def shuffled_by_row_groups(epoch: int, *, seed: int, row_groups: Sequence[int], batch: int, lanes: int) -> np.ndarray:
+def shuffled_by_row_groups(
+    epoch: int, *, seed: int, row_groups: Sequence[int], layouts: Sequence[Sequence[int]]
+) -> np.ndarray:
     """Return the rows of all row groups in random order, so that consecutive batches read from few row groups.
 
     `row_groups` are their numbers of rows. All rows lie on a line: the row groups in random order, the rows of each in
     random order. The line is cut into a piece for each of `lanes` lanes. Position p of the batch belongs to lane
     p lanes // batch in every step, and a lane takes its piece row by row: even lanes from the left, odd ones from the
     right, so that the two lanes of a row group that is cut use it at the same time. A batch thus mixes rows of `lanes`
-    row groups, and each is used up before its lane goes to the next one.
+    row groups, and each is used up before its lane goes to the next one. Where a run is continued with another batch or
+    other lanes, the rows that are left of the epoch are laid out anew: each of `layouts` holds from its prompt on.
 
     Ranks hold fixed positions of the batch. Their number changes no row, and each row group is read once, but for those
     that are cut between lanes of two ranks.
@@ -32,8 +35,15 @@ def shuffled_by_row_groups(epoch: int, *, seed: int, row_groups: Sequence[int], 
     sizes, draw = np.asarray(row_groups), generator(seed, "row groups", epoch)
     place = np.repeat(draw.permutation(len(sizes)), sizes)  # of the row's group on the line
     line = np.lexsort((draw.random(len(place)), place))
-    positions = np.arange(len(line))
-    lane = (positions + epoch * len(line)) % batch * lanes // batch
-    order = np.empty_like(line)
-    order[np.lexsort((np.where(lane % 2, -positions, positions), lane))] = line
+    begin, end = epoch * len(line), (epoch + 1) * len(line)
+    order = line[:0]
+    for (since, batch, lanes), (until, *_) in zip(layouts, [*layouts[1:], (end,)], strict=True):
+        if until <= begin or since >= end:
+            continue
+        positions = np.arange(max(begin, since), end)
+        lane = (positions - since) % batch * lanes // batch
+        rest = np.empty_like(line)
+        rest[np.lexsort((np.where(lane % 2, -positions, positions), lane))] = line
+        order = np.concatenate([order, rest[: until - positions[0]]])
+        line = line[~np.isin(line, order)]
     return order

@@ -1,6 +1,7 @@
 """The batches of a run: the samples of a rank are a function of the step, and of failures where they are counted."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Protocol, runtime_checkable
 from zlib import crc32
@@ -12,7 +13,7 @@ from torch import Tensor
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Batch, Condition, Trajectory
-from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.data.batch_plan import BatchPlan, Position
 from unified_trainer.data.epoch_order import in_file_order, shuffled, shuffled_by_row_groups
 from unified_trainer.models.base import Codec, ImageEncoder
 from unified_trainer.numerics.advantages import curriculum
@@ -27,11 +28,9 @@ class Source(Protocol):
 
     def request(self, index: int) -> Request:
         """Return the prompt of a row, and its condition images."""
-        ...
 
     def latents(self, indices: list[int]) -> Tensor | None:
         """Return the clean, normalised latents of these rows, or None for a source without clips."""
-        ...
 
 
 @runtime_checkable
@@ -40,7 +39,6 @@ class PairSource(Source, Protocol):
 
     def rejected(self, indices: list[int]) -> Tensor | None:
         """Return the clean, normalised latents of the second clips, or None for a source of single clips."""
-        ...
 
 
 @runtime_checkable
@@ -52,23 +50,18 @@ class StoredSource(Source, Protocol):
 
     def trajectory(self, indices: list[int]) -> Trajectory | None:
         """Return the teacher's trajectories of these rows, or None for a source without them."""
-        ...
 
     def condition(self, indices: list[int]) -> Condition | None:
         """Return the conditions of these rows, or None if their requests are to be encoded."""
-        ...
 
     def to_encode(self, rows: Sequence[int]) -> Sequence[int]:
         """Return the rows whose prompts are to be encoded before a training that draws these rows."""
-        ...
 
     def prefetch(self, indices: list[int]) -> None:
         """Begin to read these rows, which are asked for next."""
-        ...
 
     def close(self) -> None:
         """End the reading."""
-        ...
 
 
 class Loader:
@@ -110,14 +103,28 @@ class Loader:
         self._failures = counts if plan.by_failures else None
         self._ahead = ahead
         self._stored = source if isinstance(source, StoredSource) else None
-        if not shuffle:
-            order = partial(in_file_order, size=len(source))
+        self.go_on(plan.begun)
+
+    def go_on(self, position: Position) -> None:
+        """Let the batches follow on those before a position, of whatever sizes they were."""
+        size, layouts = len(self._source), list(position.layouts)
+        if self._stored is not None:
+            layout = [self._plan.prompts, self._stored.lanes]
+            if not layouts or list(layouts[-1][1:]) != layout:
+                layouts.append([position.prompts if layouts else 0, *layout])
+        self._plan = replace(self._plan, begun=replace(position, layouts=layouts))
+        if not self._shuffle:
+            order = partial(in_file_order, size=size)
         elif self._stored is None:
-            order = partial(shuffled, seed=seed, size=len(source))
+            order = partial(shuffled, seed=self._seed, size=size)
         else:
-            groups, lanes = self._stored.row_groups, self._stored.lanes
-            order = partial(shuffled_by_row_groups, seed=seed, row_groups=groups, batch=plan.prompts, lanes=lanes)
+            groups = self._stored.row_groups
+            order = partial(shuffled_by_row_groups, seed=self._seed, row_groups=groups, layouts=layouts)
         self._order = lru_cache(maxsize=2)(order)  # of an epoch
+
+    def position(self, step: int) -> Position:
+        """Return where the data are after `step` training steps; `go_on` continues from there."""
+        return Position(step, self._plan.prompts_before(step), self._plan.begun.layouts)
 
     def batch(self, step: int) -> Batch:
         """Return this rank's samples of the step, and begin to read those of the next one."""

@@ -37,15 +37,12 @@ class RowKind(Protocol):
 
     def check_columns(self, file: Path, columns: Collection[str]) -> None:
         """Raise UserError for a file of another kind."""
-        ...
 
     def fault(self, place: str, row: Mapping[str, Any]) -> str:
         """Return what is wrong with a row as far as small columns tell; raise UserError for what is wrong with all."""
-        ...
 
     def value(self, stored: Stored, columns: Collection[str]) -> Tensor:
         """Return what a batch holds of a row of a file with these columns."""
-        ...
 
 
 class ClipRows:

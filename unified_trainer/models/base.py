@@ -42,20 +42,16 @@ class VideoModel(Protocol):
     @property
     def adapter_layers(self) -> tuple[str, ...]:
         """Names of the linear layers that adapters usually go on."""
-        ...
 
     @property
     def new_layers(self) -> tuple[str, ...]:
         """Ends of the names of weights that a folder may lack: they start at zero, and are trained beside adapters."""
-        ...
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
         """Predict velocity = noise - x0, in float32."""
-        ...
 
     def guide(self, cond: Latents, uncond: Latents, guidance_scale: float | PerSample | PerFrame) -> Latents:
         """Return the velocity that guidance makes of both; the family's own rule, usually that of `flow.guide`."""
-        ...
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -63,30 +59,25 @@ class VideoModel(Protocol):
 
         They are the units of sharding, prefetch, compilation and recomputation.
         """
-        ...
 
     @property
     def feature_size(self) -> int:
         """The number of channels of `features`."""
-        ...
 
     def features(self, *, alone: bool = False) -> AbstractContextManager[list[Tensor]]:
         """Inside the context, every pass appends its middle block's output [b, tokens, feature_size] to the list.
 
         With `alone` the blocks behind the middle one do not run, and the velocity means nothing.
         """
-        ...
 
     def read(self, mesh: Mesh, merged: AdapterFile | None = None) -> None:
         """Read the weights of a network that was opened without them, and add those of an adapter to them in float32.
 
         Each rank reads its shards.
         """
-        ...
 
     def share_tokens(self, mesh: Mesh) -> None:
         """Spread every sample's tokens over the sequence ranks of the mesh; inputs and outputs stay whole samples."""
-        ...
 
     def example(
         self, shape: Shape | None = None, samples: int = 1, text_tokens: int = 4
@@ -95,32 +86,27 @@ class VideoModel(Protocol):
 
         `shape` is that of a sample's latents [c, t, h, w], and `text_tokens` the rows of a text embedding.
         """
-        ...
 
     def save(self, folder: Path, component: str, dtype: torch.dtype, max_shard_size: str) -> None:
         """Write the network as a component of a pipeline folder; the weights in memory are rounded to `dtype` too."""
-        ...
 
     def layer_kind(self, layer: str) -> str:
         """Return the kind of a linear or convolution layer by its name: a key of the rows of `pass_size`.
 
         Layers behind all blocks may be of kind "output": nothing goes back through them in a pass to the features.
         """
-        ...
 
     def pass_size(self, *inputs: Any, **named: Tensor) -> PassSize:
         """Return the size of the pass of `network` that just ran, of whole samples.
 
         The inputs are as `velocity` gave them to the network: by position, and the tensors that it gave by name.
         """
-        ...
 
     def compiled_inputs(self, *inputs: Any) -> tuple[Any, ...]:
         """Return the inputs of a block as those of its compiled form.
 
         Their number does not change from pass to pass, and a dimension that grows is marked as dynamic.
         """
-        ...
 
 
 class SparseVideoModel(VideoModel, Protocol):
@@ -130,7 +116,6 @@ class SparseVideoModel(VideoModel, Protocol):
 
     def lacks_kernel(self, device: str) -> str:
         """Return what keeps bf16 passes on such a device from block-sparse kernels; empty where they run on them."""
-        ...
 
 
 class Cache(Protocol):
@@ -140,7 +125,6 @@ class Cache(Protocol):
 
     def start_prompt(self) -> None:
         """Switch the prompt for later passes; cached keys of finished chunks are unchanged."""
-        ...
 
 
 class CausalVideoModel(VideoModel, Protocol):
@@ -159,22 +143,18 @@ class CausalVideoModel(VideoModel, Protocol):
         A chunk attends to earlier chunks of `x_t`, or of `clean` (teacher forcing). Clean chunks must be at the context
         noise of `chunks`, as a cache holds them.
         """
-        ...
 
     def open_cache(self, chunks: ChunkConfig) -> Cache:
         """Return an empty cache for one rollout; all its passes have one condition until `start_prompt`."""
-        ...
 
     def velocity_cached(self, x_t: Latents, sigma: PerSample, cond: Condition, cache: Cache) -> Latents:
         """Predict the velocity of the next chunk, which attends to the cache; the cache stays as it is.
 
         Nothing in the cache gets a gradient.
         """
-        ...
 
     def append(self, x: Latents, cond: Condition, cache: Cache) -> None:
         """Add a finished chunk to the cache, without gradient; `x` must be at the cache's context noise."""
-        ...
 
     def cache_bytes(self, latent_shape: tuple[int, int, int, int], chunks: ChunkConfig, dtype: torch.dtype) -> int:
         """Return the memory of one sample's full cache on this rank when passes compute in `dtype`.
@@ -182,7 +162,6 @@ class CausalVideoModel(VideoModel, Protocol):
         The keys and values of the text are not counted. Raise UserError for more latent frames than the model has
         positions.
         """
-        ...
 
 
 class Codec(Protocol):
@@ -198,79 +177,62 @@ class Codec(Protocol):
 
         Copies of one folder have equal fingerprints.
         """
-        ...
 
     @property
     def video_fingerprint(self) -> str:
         """Identifies what latents depend on, but for rounding: VAE and precision; equal for copies of one folder."""
-        ...
 
     @property
     def text_tokens(self) -> int:
         """The number of tokens that the embedding of a prompt is padded to."""
-        ...
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """Return channels, latent frames, height and width; raise UserError for a size that the VAE does not divide."""
-        ...
 
     def embeddings(self, prompts: Sequence[str]) -> list[Float[Tensor, "n d"]]:
         """Return what `encode_text` pads and puts into conditions: float32 on the CPU, one for each prompt."""
-        ...
 
     def remember(self, prompt: str, embedding: Float[Tensor, "n d"]) -> None:
         """Use a stored embedding, of this text encoder, for a prompt that has not been encoded yet."""
-        ...
 
     def encode_text(self, prompts: Sequence[str]) -> Condition:
         """Encode prompts, without gradient; a row is a function of its prompt alone, and may come from a cache."""
-        ...
 
     def text_condition(self, embeddings: Sequence[Tensor]) -> Condition:
         """Return the condition of stored embeddings [tokens, channels]; raise UserError for a shape that cannot be."""
-        ...
 
     def text_difference(self, prompt: str, embedding: Tensor) -> float:
         """Return how far a stored embedding is from that of the prompt: norm of the difference over the norm.
 
         Infinite if their shapes differ; rows of zeros at the end do not count.
         """
-        ...
 
     def encode_ahead(self, prompts: Sequence[str], mesh: Mesh) -> str:
         """Encode prompts that will be needed, each rank a share, and remove the text encoder from memory.
 
         A collective. Return what was done in words, for the user.
         """
-        ...
 
     def in_use(self) -> AbstractContextManager[None]:
         """Keep the VAE on the device while the context lasts, where it is elsewhere between uses."""
-        ...
 
     def encode(self, video: Video) -> Latents:
         """Encode video to normalised latents: `normalise` of `encode_raw`."""
-        ...
 
     def encode_raw(self, video: Video) -> Latents:
         """Encode video to the posterior's mean in float32, without noise, gradient and normalisation."""
-        ...
 
     def normalise(self, raw: Latents) -> Latents:
         """Return (raw - mean) / std with the VAE's own statistics."""
-        ...
 
     def raw(self, latents: Latents) -> Latents:
         """Undo `normalise`, on the device."""
-        ...
 
     def decode(self, latents: Latents) -> Video:
         """Decode normalised latents, with a gradient to them if they take one."""
-        ...
 
     def decoder(self) -> Callable[[Latents], Video]:
         """Return a decoder of consecutive chunks of one batch; its outputs in a row equal `decode` of the whole."""
-        ...
 
 
 @runtime_checkable
@@ -283,14 +245,12 @@ class ImageEncoder(Protocol):
         Images are scaled to cover the video that such latents decode to, and cropped around their center. A row is a
         function of its images and of the shape. The names are other ones than those of the text.
         """
-        ...
 
     def first_frames(self, latents: Latents) -> Condition:
         """Return what `encode_images` makes of the first frames of clips, from the clips' normalised latents.
 
         Raise UserError where the latents of a clip do not hold it.
         """
-        ...
 
 
 @runtime_checkable
@@ -301,7 +261,6 @@ class SoundDecoder(Protocol):
 
     def sound(self, latents: Latents) -> Float[Tensor, "b channels n"]:
         """Decode the sounds of videos, values in [-1, 1], without gradient."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,9 @@ class Change(Protocol):
     @property
     def changed(self) -> set[str]:
         """The names of the weights that are changed."""
-        ...
 
     def change(self, weight: str, shape: torch.Size, device: torch.device) -> torch.Tensor:
         """Return what is added to the whole of a weight, in float32."""
-        ...
 
 
 class TokenizerConfig(Schema):

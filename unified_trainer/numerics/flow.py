@@ -41,11 +41,9 @@ class NoiseLevelLaw(Protocol):
 
     def __call__(self, u: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """Return the noise level of each u, uniform float64 in [0, 1); non-decreasing in u."""
-        ...
 
     def share_above(self, sigma: float) -> float:
         """Return the probability that a drawn noise level is at least `sigma`."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,9 +20,9 @@ from unified_trainer.run.checkpoint.due import at_risk
 from unified_trainer.run.checkpoint.litter import litter
 from unified_trainer.run.checkpoint.manager import to_remove
 from unified_trainer.run.checkpoint.manifest import finished
-from unified_trainer.run.checkpoint.mirror import Mirror, mirror_of, saver_of
+from unified_trainer.run.checkpoint.mirror import mirror_of, saver_of
 from unified_trainer.run.checkpoint.run_lock import LOCK, claimed
-from unified_trainer.run.course import Course, validate_once
+from unified_trainer.run.course import Course
 from unified_trainer.run.exit_codes import STOPPED, exit_code
 from unified_trainer.run.memory_advice import memory_advice
 from unified_trainer.run.plan.downloads import fetched
@@ -36,6 +36,7 @@ from unified_trainer.run.settings.run_paths import naming_origin
 from unified_trainer.run.settings.settings import check_ranges, settings_of
 from unified_trainer.run.settings.workers import check_installed
 from unified_trainer.run.tracking.environment import note_environment
+from unified_trainer.run.tracking.external import tracker_classes
 from unified_trainer.run.tracking.lost_terminal import lasting_output
 from unified_trainer.run.tracking.matching import show_matching
 from unified_trainer.run.tracking.metrics_file import METRICS
@@ -85,71 +86,17 @@ def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None, 
     if run.resume and _is_finished(run, run.resume, mesh):
         _leave_finished(run.resume, mesh, after)
         return 0
-    with begin(run, mesh, argv) as begun:
-        built, run, output, start = begun.built, begun.built.run, begun.output, begun.start
-        with (
-            lasting_output(output),
-            open_tracker(begun, mesh) as tracker,
-            saver_of(
-                begun.mirror,
-                output / "checkpoints",
-                mesh,
-                built.keep,
-                tracker.say,
-                asynchronous=run.async_save,
-                never=run.checkpoint_every < 0,
-            ) as saver,
-        ):
-            tracker.table(f"{run.method} with recipe {run.recipe}", built.summary)
-            tracker.table(f"{run.method}: one training step", built.counts)
-            risk = [at_risk(run.checkpoint_every, run.checkpoint_minutes)] if run.checkpoint_minutes else []
-            for line in (*built.notes, *begun.said, *risk):
-                tracker.say(line)
-            stopped_by = None
-            if run.validate_only and built.validation is not None:
-                validate_once(built.trainer, output, tracker, saver, built.validation, start)
-            else:
-                show_rollouts(built.trainer.method, built.codec, built.reward, run, output, tracker)
-                show_matching(built.trainer.method, built.codec, run, output, tracker)
-                stopped_by = Course(built.trainer, run, output, tracker, saver, built.validation, start=start).run()
+    with started(run, mesh, argv) as (_, course):
+        stopped_by = course.run()
     if after is not None and mesh.is_main:
-        after(output)  # the lock is released: a report does not say "running"
+        after(course.output)  # the lock is released: a report does not say "running"
     mesh.leave()
     return STOPPED[stopped_by] if stopped_by else 0
 
 
-def open_tracker(begun: "Begun", mesh: Mesh) -> Tracker:
-    """Open metrics.jsonl and the trackers of a run; UserError if that cannot be."""
-    run, trainer, unvalidated = begun.built.run, begun.built.trainer, None
-    if begun.built.validation is not None:
-        unvalidated = begun.start if trainer.owes_validation or run.validate_only else None
-        unvalidated = trainer.pending_validation.step if trainer.pending_validation is not None else unvalidated
-    with writing(begun.output):
-        return Tracker(
-            begun.output,
-            run.tracking,
-            settings.plain(run),
-            run.steps,
-            begun.start,
-            mesh.is_main,
-            unvalidated=unvalidated,
-        )
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A run that holds the lock of its directory, with the weights that it starts or continues with."""
-
-    built: Built
-    output: Path  # the run directory
-    start: int  # training steps done before
-    said: tuple[str, ...]  # where it begins and with which weights, in words
-    mirror: Mirror | None  # that the main rank copies checkpoints into
-
-
 @contextmanager
-def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
-    """Check and build a run, load the weights it begins with, and write its config.yaml; it ends with the context.
+def started(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[tuple[Built, Course]]:
+    """Check and build a run, load its weights, and open its directory; the course makes its steps in the context.
 
     Raise UserError before a file is written for settings that cannot be, for a new run in the directory of another one,
     and for a resumed run whose settings differ.
@@ -173,28 +120,60 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
             mirror_of(run.checkpoint_mirror, output, mesh, new=run.resume is None) as mirror,
             closing(build(run, mesh, output, mirror)) as built,
         ):
-            start, skipped = built.trainer.resume(output) if run.resume else (0, [])
-            if start > built.run.steps:
+            run, trainer = built.run, built.trainer
+            start, skipped = trainer.resume(output) if run.resume else (0, [])
+            if start > run.steps:
                 length = f"--epochs {run.epochs}" if run.epochs else f"--steps {run.steps}"
                 raise ConfigError(f"--resume {output} is at step {start} already: {length} is too few")
-            initialised = built.trainer.init_from(run.init_from) if run.init_from and not start else ""
+            initialised = trainer.init_from(run.init_from) if run.init_from and not start else ""
             if mirror is not None:
                 mirror.confirm()  # loading took long: who came at the same moment has written by now
-            unnoted = _note_settings(built.run, output, argv, start, mesh) if mesh.is_main else ""
+            unnoted = _note_settings(run, output, argv, start, mesh) if mesh.is_main else ""
             gone = f"warning: {metrics} is gone: its curves begin after step {start}"
             continued = f"continuing after step {start}" if start else "no checkpoint yet: from the beginning"
             lines = (
+                *built.notes,
                 f"writing to {output}" + (f"; weights of {initialised}" if initialised else ""),
                 note,
                 mirror.note if mirror is not None else "",
                 continued if run.resume else "",
                 *(f"skipped {why}" for why in skipped),
                 *(f"changed {what}" for what in changed),
-                *built.trainer.warnings,
+                *trainer.warnings,
                 gone if start and not metrics.exists() else "",
                 unnoted,
+                at_risk(run.checkpoint_every, run.checkpoint_minutes) if run.checkpoint_minutes else "",
             )
-            yield Begun(built, output, start, tuple(filter(None, lines)), mirror)
+            with (
+                lasting_output(output),
+                _tracker(built, output, start, mesh) as tracker,
+                saver_of(
+                    mirror,
+                    output / "checkpoints",
+                    mesh,
+                    built.keep,
+                    tracker.say,
+                    asynchronous=run.async_save,
+                    never=run.checkpoint_every < 0,
+                ) as saver,
+            ):
+                tracker.table(f"{run.method} with recipe {run.recipe}", built.summary)
+                tracker.table(f"{run.method}: one training step", built.counts)
+                for line in filter(None, lines):
+                    tracker.say(line)
+                show_rollouts(trainer.method, built.codec, built.reward, run, output, tracker)
+                show_matching(trainer.method, built.codec, run, output, tracker)
+                yield built, Course(trainer, run, output, tracker, saver, built.validation, start=start)
+
+
+def _tracker(built: Built, output: Path, start: int, mesh: Mesh) -> Tracker:
+    """Open metrics.jsonl and the trackers of a run; UserError if that cannot be."""
+    run, pending = built.run, built.trainer.pending_validation
+    again = start if built.trainer.owes_validation or run.validate_only else None
+    unvalidated = None if built.validation is None else pending.step if pending is not None else again
+    plain, main = settings.plain(run), mesh.is_main
+    with writing(output):
+        return Tracker(output, run.tracking, plain, run.steps, start, main, unvalidated=unvalidated)
 
 
 def _note_settings(run: RunConfig, output: Path, argv: Sequence[str], start: int, mesh: Mesh) -> str:
@@ -222,7 +201,8 @@ def _is_finished(run: RunConfig, folder: Path, mesh: Mesh) -> bool:
     settings.check_resumable(run, folder / "config.yaml")
     if run.validate_only or run.epochs or not finished(folder, run.steps, mesh, validating=run.validate_every > 0):
         return False
-    if mesh.any(to_remove(folder / "checkpoints", keep_of(run))):
+    killed = (folder / LOCK).exists() and bool(tracker_classes(run.tracking))  # they may lack lines
+    if mesh.any(killed or to_remove(folder / "checkpoints", keep_of(run))):
         return False
     line = f"{folder} is at step {run.steps} of {run.steps}: nothing to do; raise --steps to go on"
     say(line, quiet=not mesh.is_main)

@@ -1,5 +1,6 @@
 """One training step: losses in, optimizer steps out. And what a checkpoint holds. It names no method and no family."""
 
+import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 
 from unified_trainer.basics.errors import working_on
 from unified_trainer.basics.types import Stateful
+from unified_trainer.data.batch_plan import Position
 from unified_trainer.data.loader import Loader
 from unified_trainer.methods.base import Loss, Method
 from unified_trainer.methods.rl.buffer import ExperienceBuffer
@@ -54,6 +56,7 @@ class Trainer:
         self.method, self.roles, self.loader, self.mesh, self.seed = method, roles, loader, mesh, seed
         self.copies, self.trained_sampler = copies or {}, trained_sampler
         self.guards = guards or Guards((), roles["student"], mesh)
+        self.done = 0  # training steps
         self.messages: dict[str, None] = {}  # messages of the last step, in order
         self.owes_validation = False  # whether the loaded checkpoint has no validation yet: run it first
         self.warnings: list[str] = []  # of the checkpoint that the run continues from
@@ -87,6 +90,7 @@ class Trainer:
                             self._backward(loss, len(generators), means, last=number == len(generators))
                 self._check_ranks(loss)
                 if not isinstance(loss, Loss):
+                    self.done = step + 1
                     return means.over(self.mesh)
                 if loss.step_after:
                     with phase("optimizer"):
@@ -156,6 +160,9 @@ class Trainer:
             prefix = f"{name}/"
             own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
             stateful.load_state_dict(own)
+        self.done = metadata["step"]
+        if held := metadata.get(manifest.POSITION):
+            self.loader.go_on(Position(**held))
         self.guards.load_state(metadata)
 
     def init_from(self, spec: str) -> str:
@@ -184,6 +191,7 @@ class Trainer:
             "metrics": dict(metrics),
             manifest.VALIDATION_PENDING: owes_validation,
             manifest.NOISE: philox.NAME,
+            manifest.POSITION: dataclasses.asdict(self.loader.position(self.done)),
             manifest.VALIDATION_STARTED: self.pending_validation.metadata if self.pending_validation else None,
             manifest.STOPPED_BY: response.alarm.guard if response is not None and response.stops else None,
             **self.guards.state,

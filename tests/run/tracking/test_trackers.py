@@ -7,6 +7,8 @@ import sys
 import pytest
 from forked import program
 from helpers import ALONE, REPO, SMALL, environment
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb_file import history
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
@@ -99,13 +101,48 @@ def test_all_trackers_follow_a_run_and_its_continuation(run_folder, notes, tmp_p
 
     identity = json.loads((run_folder / "wandb.json").read_text())["id"]
     folders = sorted((run_folder / "wandb").glob("offline-run-*"))
-    assert len(folders) == 2 and all(folder.name.endswith(f"-{identity}") for folder in folders)
+    assert len(folders) == 1 and all(folder.name.endswith(f"-{identity}") for folder in folders)
+    written = [(row["_step"], row["step"], "train/reward" in row) for row in history(run_folder)]
+    assert written == [(0, 0, False), (1, 1, True), (2, 1, False), (3, 2, True), (4, 2, False)]
     for folder in folders:
         log = next(folder.glob("*.wandb")).read_bytes()
         assert b"validation/contact_sheet" in log and b"rollouts/videos" in log and b"den" in log and b"fox" in log
         assert b"\x12\x01*\x22\x04step" in log  # define_metric: the glob * has the x axis step
         media = [file.suffix for file in (folder / "files" / "media").rglob("*") if file.is_file()]
         assert {".mp4", ".png", ".json"} <= set(media)
+
+
+# A start of a run that logs some steps: folder, steps done before, steps to log, and whether it is killed then.
+STEPS = """
+import os, signal, sys
+from pathlib import Path
+
+from unified_trainer.run.settings.config import TrackingConfig
+from unified_trainer.run.tracking.tracker import Tracker
+
+folder, start, last, killed = sys.argv[1:]
+config = TrackingConfig(wandb="offline", tensorboard=True)
+with Tracker(Path(folder), config, {}, 9, int(start), True) as tracker:
+    for step in range(int(start) + 1, int(last) + 1):
+        tracker.log(step, {"train/a": float(start)})
+    if killed == "yes":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_that_goes_back_has_each_step_once(tmp_path):
+    """Killed at step 5, it goes on from step 2: one folder of one id, and the values of the second start."""
+    (tmp_path / "steps.py").write_text(STEPS)
+    for words in ((0, 5, "yes"), (2, 6, "no")):
+        program(tmp_path / "steps.py", tmp_path, *words)
+    expected = [(step, 0.0 if step < 3 else 2.0) for step in range(1, 7)]
+    rows = history(tmp_path)
+    assert [(row["step"], row["train/a"]) for row in rows] == expected
+    assert [row["_step"] for row in rows] == [*range(6)]
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [(event.step, event.value) for event in board.Scalars("train/a")] == expected
 
 
 @pytest.mark.slow

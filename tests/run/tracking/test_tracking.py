@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import re
+from contextlib import contextmanager
 
 import pytest
 from helpers import metrics_of
@@ -13,6 +14,7 @@ from unified_trainer.run.settings.config import TrackingConfig
 from unified_trainer.run.tracking import tracker as tracking
 from unified_trainer.run.tracking.external import ExternalTracker, RunInfo
 from unified_trainer.run.tracking.tracker import Tracker
+from unified_trainer.run.validation.report import ValidationSample
 
 TEXT = "runs/[bold]a[/] :smile: [red]"
 
@@ -66,7 +68,10 @@ def test_empty_lines_and_nuls_in_metrics_are_left_out(tmp_path, capsys):
     with tracker(tmp_path, start=2):
         pass
     assert metrics_of(tmp_path) == [{"step": 1, "a": 2.0}, {"step": 2, "a": 3.0}]
-    assert capsys.readouterr().out == "" and [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert capsys.readouterr().out == "" and sorted(path.name for path in tmp_path.iterdir()) == [
+        "metrics.jsonl",
+        "trackers.json",
+    ]
 
 
 def test_a_validation_that_comes_again_is_in_the_metrics_once(tmp_path):
@@ -101,7 +106,80 @@ def test_a_tracker_whose_disk_is_full_is_left_out_with_one_warning(tmp_path, cap
         for step in range(1, 5):
             one.log(step, {"a": 1.0})
     assert Broken.rows == 2 and len(metrics_of(tmp_path)) == 4
-    assert capsys.readouterr().out.count("warning: tracker Broken failed and gets nothing more") == 1
+    assert capsys.readouterr().out.count("warning: tracker Broken failed and gets nothing before --resume") == 1
+
+
+class Taking(ExternalTracker):
+    """A tracker that cannot take lines back; `kept` outlives a start, as a server does."""
+
+    def __init__(self, run):
+        self.kept, self.fails = STORES.setdefault(type(self).__name__, []), False
+
+    def log(self, step, metrics):
+        if self.fails:
+            raise OSError(errno.ECONNRESET, "the connection is gone")
+        self.kept.append((step, metrics["train/a"]))
+
+    def log_rollouts(self, step, samples, contact_sheet):
+        self.kept.append(("rollouts", step, [sample.prompt for sample in samples], contact_sheet.name))
+
+
+class Rewinding(Taking):
+    def rewind(self, step, lines):
+        self.kept[lines:], self.taken = [], lines
+
+
+STORES: dict[str, list] = {}
+
+
+@contextmanager
+def fed(folder, start: int, kinds):
+    """The tracker of a run, and its trackers by class."""
+    STORES.clear() if not start else None
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tracking, "tracker_classes", lambda config: kinds)
+        with tracker(folder, start) as one:
+            yield one, {type(each): each for each in one._trackers}
+
+
+def test_a_tracker_gets_each_line_once_whatever_came_between(tmp_path):
+    """After a start from an earlier checkpoint, a connection that failed, and a tracker that is asked for later."""
+    with fed(tmp_path, 0, [Taking, Rewinding]) as (one, _):
+        for step in (1, 2, 3, 4):
+            one.log(step, {"train/a": 0.0})
+    with fed(tmp_path, 2, [Taking, Rewinding]) as (one, _):  # steps 3 and 4 come again
+        for step in (3, 4, 5):
+            one.log(step, {"train/a": 1.0})
+        assert STORES["Taking"] == [(1, 0.0), (2, 0.0), (3, 0.0), (4, 0.0), (5, 1.0)]
+        assert STORES["Rewinding"] == [(1, 0.0), (2, 0.0), (3, 1.0), (4, 1.0), (5, 1.0)]
+    with fed(tmp_path, 5, [Taking, Rewinding]) as (one, trackers):
+        trackers[Taking].fails = True
+        one.log(6, {"train/a": 2.0})
+        one.rewind(5)  # within the run
+        one.log(6, {"train/a": 3.0})
+        one.log(7, {"train/a": 3.0})
+    late = type("Late", (Taking,), {})
+    folder = tmp_path / "rollouts" / "step_7"
+    folder.mkdir(parents=True)
+    (folder / "contact_sheet.png").touch()
+    sample = ValidationSample(0, 0, "a prompt", None, {}, {}, None)
+    (folder / "samples.jsonl").write_text(json.dumps(sample.row()) + "\n")
+    with fed(tmp_path, 7, [Taking, Rewinding, late]):
+        pass
+    shown, ends = ("rollouts", 7, ["a prompt"], "contact_sheet.png"), [(6, 3.0), (7, 3.0)]
+    lines = [(row["step"], row["train/a"]) for row in metrics_of(tmp_path)]
+    assert STORES["Rewinding"] == lines == [(1, 0.0), (2, 0.0), (3, 1.0), (4, 1.0), (5, 1.0), *ends]
+    assert STORES["Late"] == [*lines[:6], shown, lines[6]]
+    assert STORES["Taking"][5:] == [lines[5], shown, lines[6]]
+
+
+def test_a_run_of_an_earlier_version_gives_nothing_twice(tmp_path):
+    with fed(tmp_path, 0, []) as (one, _):
+        one.log(1, {"train/a": 0.0})
+    (tmp_path / tracking.TAKEN).unlink()
+    with fed(tmp_path, 1, [Taking]) as (one, _):
+        one.log(2, {"train/a": 0.0})
+    assert STORES["Taking"] == [(2, 0.0)]
 
 
 # Without a terminal.

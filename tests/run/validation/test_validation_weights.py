@@ -8,7 +8,7 @@ from unified_trainer.basics.requests import Request
 from unified_trainer.data.prompts import validation_captions
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.run.settings.config import ValidationConfig
-from unified_trainer.run.validation.report import Validation, validate
+from unified_trainer.run.validation.report import Validation
 from unified_trainer.sampling.solver import SamplerConfig
 
 SAMPLER = SamplerConfig(num_steps=2, guidance_scale=1.0)
@@ -18,7 +18,9 @@ def measured(student, folder, *, ema: bool = True) -> dict[str, float]:
     config = ValidationConfig(num_samples=2, batch=2, num_videos=0, ema=ema)
     requests = Request.of(validation_captions(2))
     validation = Validation(config, tiny_codec(), reward_of(), None, SAMPLER, requests, LATENT_SHAPE, ALONE, 8.0)
-    return validate(validation, student, folder, 0).metrics
+    with student.sampling_weights(ema=validation.ema):
+        validation.start(student, 0)
+    return validation.finish(folder, 0).metrics
 
 
 def test_validation_samples_with_the_ema_weights_unless_told_not_to(tmp_path):

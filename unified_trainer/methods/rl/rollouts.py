@@ -84,15 +84,12 @@ class Rollouts(Protocol):
 
     def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
         """Return the samples of a batch of this training step."""
-        ...
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the step whose samples were made last."""
-        ...
 
     def lower_ahead(self) -> None:
         """Make later samples one training step less ahead; all ranks ask for it at the end of the same step."""
-        ...
 
 
 def lag_metrics(samples: ScoredSamples, step: int, mesh: Mesh) -> Metrics:

@@ -104,7 +104,8 @@ def load(folder: Path, tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
         for key, tensor in part.items():
             if held[key] != tensor.shape:
                 raise CheckpointError(
-                    f"{folder}: {key} is {tuple(held[key])} in the checkpoint, {tuple(tensor.shape)} in this run"
+                    f"{folder}: {key} is {tuple(held[key])} in the checkpoint, {tuple(tensor.shape)} in this run: a "
+                    "setting was changed that needs a new run, with --init-from"
                 )
     for kind, part in _by_kind(tensors).items():
         fill(part, folder / kind, mesh)

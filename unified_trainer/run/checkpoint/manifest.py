@@ -25,6 +25,7 @@ UNREADABLE = -1  # in place of a checksum
 STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 STOPPED_BY = "stopped_by"  # key: the guard that ended the run after this step, or None
 NOISE = "noise_generator"  # key: what draws the noise of training steps; missing before there was a choice
+POSITION = "position"  # key: the loader's `Position`; missing in checkpoints of earlier versions
 VALIDATION_PENDING = "validation_pending"  # key: the checkpoint was saved before the validation of its step
 VALIDATION_STARTED = "validation_started"  # key: an earlier step whose validation has not taken effect yet, or None
 Manifest = dict[str, Any]  # version, step, ranks, files, crc32, and the metadata that the run gave

@@ -23,7 +23,7 @@ from unified_trainer.run.checkpoint.remote_folder import RemoteFolder
 
 KEY = "--checkpoint-mirror"
 OWNER, CONFIG, METRICS, CHECKPOINTS, KEPT = "mirror.json", "config.yaml", "metrics.jsonl", "checkpoints", "kept.json"
-BESIDE = ("environment.jsonl", METRICS, "wandb.json", "swanlab.json", CONFIG)  # files that a continuation reads
+BESIDE = ("environment.jsonl", METRICS, "trackers.json", "wandb.json", "swanlab.json", CONFIG)  # a continuation reads
 
 
 class Mirror:

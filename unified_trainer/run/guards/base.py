@@ -41,31 +41,24 @@ class Guard(Protocol):
     @property
     def config(self) -> GuardConfig:
         """Return its settings."""
-        ...
 
     @property
     def state(self) -> dict[str, Any]:
         """Return all that its next decision depends on, as metadata of a checkpoint."""
-        ...
 
     def load_state(self, metadata: Mapping[str, Any]) -> None:
         """Continue from the metadata of a checkpoint; what they lack is empty."""
-        ...
 
     @property
     def window_starts(self) -> tuple[int, ...]:
         """Return the first training steps, counted from 1, of the windows that its next alarms may name."""
-        ...
 
     @property
     def verdict(self) -> dict[str, float]:
         """Return its metric after the last step or validation, 1 for an alarm and 0 for none; empty if undecided."""
-        ...
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
         """Add the metrics of training step `step`, counted from 1."""
-        ...
 
     def after_validation(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
         """Add the metrics of the validation after `step` training steps, without the prefix validation/."""
-        ...

@@ -4,11 +4,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.data.batch_plan import BatchPlan, Position
 from unified_trainer.data.ramp_up import ramped
 from unified_trainer.methods.rl.policy import PolicyConfig
 from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.rewards.scorers import group_scorer
+from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe
 
 
@@ -18,7 +19,7 @@ def batch_of(run: RunConfig) -> BatchPlan:
     ConfigError unless the parts in which a rollout is scored hold whole groups too, and for a batch that cannot rise.
     """
     algorithm, key = run.algorithm, group_scorer(run.reward)
-    batch = ramped(algorithm.plan(), run.ramp_up)
+    batch = _going_on(run, ramped(algorithm.plan(), run.ramp_up))
     if batch.ramp and algorithm.continues_samples:
         raise ConfigError(f"--ramp-up.*: {run.method} continues samples from step to step, as many as in the first one")
     if not key or not isinstance(algorithm, RolloutConfig):
@@ -29,6 +30,22 @@ def batch_of(run: RunConfig) -> BatchPlan:
             f"({algorithm.num_samples}), because {key} compares the samples of a prompt"
         )
     return replace(batch, whole_groups=True)
+
+
+def _going_on(run: RunConfig, batch: BatchPlan) -> BatchPlan:
+    """Return the batch from the newest checkpoint on; ConfigError if that one cannot tell how many rows were taken."""
+    if run.resume is None or not manifest.folders(run.resume / "checkpoints"):
+        return batch
+    folder, metadata = manifest.find(run.resume)
+    if held := metadata.get(manifest.POSITION):
+        return replace(batch, begun=Position(**held))
+    for key in (key.replace("-", "_") for key in run.allow):
+        if key in batch.keys or key.startswith("ramp_up.") or key == "data.window_gib":
+            raise ConfigError(
+                f"--allow {key}: {folder} is of an earlier version, which did not store the rows that were taken: make "
+                f"one more step without it, --resume {run.resume} --steps {metadata['step'] + 1}, and change it then"
+            )
+    return batch
 
 
 def check_buffer(run: RunConfig, batch: BatchPlan, ranks: int) -> None:

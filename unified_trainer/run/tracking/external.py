@@ -5,6 +5,7 @@ TensorBoard, Weights & Biases and SwanLab are three; `--tracking.custom path/to/
 
 import importlib
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +32,17 @@ class RunInfo:
     folder: Path
     settings: Mapping[str, Any]  # all resolved settings, nested
     config: TrackingConfig
-    start: int  # training steps already done; metrics of later steps may have been logged before and come again
+    start: int  # training steps already done
 
 
 class ExternalTracker:
-    """Base of all trackers: subclass it, and name the class in `tracking.custom`. Only the main rank has trackers."""
+    """Base of all trackers: subclass it, and name the class in `tracking.custom`. Only the main rank has trackers.
+
+    It is given each line of metrics.jsonl once. The run remembers how many it has taken, and a run that is continued
+    gives it those that it lacks first. A constructor that knows better, as by asking a server, sets `taken`.
+    """
+
+    taken: int = -1  # lines of metrics.jsonl that it has; below 0, the run knows
 
     @classmethod
     def check(cls, config: TrackingConfig) -> None:
@@ -60,8 +67,11 @@ class ExternalTracker:
         Of a distillation, each is one of the latents that the step compared, which its `shows` names.
         """
 
-    def rewind(self, step: int) -> None:
-        """The run went back to the checkpoint of `step`; metrics of the steps after it come again."""
+    def rewind(self, step: int, lines: int) -> None:
+        """The run is back at the checkpoint of `step`: metrics.jsonl has fewer lines than `taken`, and others follow.
+
+        A tracker that can remove what it has of them sets `taken` to what is left; else they are not given again.
+        """
 
     def close(self, *, failed: bool) -> None:
         """Finish; `failed` says that an exception ended the run."""
@@ -91,7 +101,20 @@ def check_tracking(config: TrackingConfig, mesh: Mesh) -> None:
             kind.check(config)
 
 
-class TensorBoard(ExternalTracker):
+class _Grouped(ExternalTracker):
+    """A tracker that shows the samples of validations, rollouts and matching in groups of these names."""
+
+    def log_samples(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
+        self._show("validation", step, samples, contact_sheet)
+
+    def log_rollouts(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path) -> None:
+        self._show("matching" if samples[0].shows else "rollouts", step, samples, contact_sheet)
+
+    def _show(self, group: str, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
+        raise NotImplementedError
+
+
+class TensorBoard(_Grouped):
     """Event files in the run directory's folder `tensorboard`, with contact sheets and prompts."""
 
     @classmethod
@@ -101,17 +124,13 @@ class TensorBoard(ExternalTracker):
     def __init__(self, run: RunInfo) -> None:
         self._writer = _package("torch.utils.tensorboard", "tensorboard").SummaryWriter
         self._folder = str(run.folder / "tensorboard")
+        self.taken = -1 if (run.folder / "tensorboard").is_dir() else 0
         self._board = self._writer(self._folder, purge_step=run.start + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._board.add_scalar(name, value, step)
-
-    def log_samples(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
-        self._show("validation", step, samples, contact_sheet)
-
-    def log_rollouts(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path) -> None:
-        self._show("matching" if samples[0].shows else "rollouts", step, samples, contact_sheet)
+        self._board.flush()  # `taken` counts the line
 
     def _show(self, group: str, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
         if contact_sheet is not None:
@@ -121,16 +140,20 @@ class TensorBoard(ExternalTracker):
         # Four spaces make a block of code: no character of a prompt is markup.
         self._board.add_text(f"{group}/samples", "\n".join(f"    {line}" for line in lines), step)
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, lines: int) -> None:
         self._board.close()
-        self._board = self._writer(self._folder, purge_step=step + 1)
+        self._board, self.taken = self._writer(self._folder, purge_step=step + 1), lines
 
     def close(self, *, failed: bool) -> None:
         self._board.close()
 
 
-class WeightsAndBiases(ExternalTracker):
-    """A run on Weights & Biases, with videos and prompts; `--resume` continues it by the id in `wandb.json`."""
+class WeightsAndBiases(_Grouped):
+    """A run on Weights & Biases, with videos and prompts; `--resume` continues it by the id in `wandb.json`.
+
+    Its `_step` is the line of metrics.jsonl, so that a server says how many it has. Offline each start writes the whole
+    run into one folder, in place of that of the start before.
+    """
 
     @classmethod
     def check(cls, config: TrackingConfig) -> None:
@@ -148,9 +171,16 @@ class WeightsAndBiases(ExternalTracker):
             )
 
     def __init__(self, run: RunInfo) -> None:
-        self._wandb, config = _package("wandb", "wandb"), run.config
+        self._wandb, self._info = _package("wandb", "wandb"), run
+        self._open()
+
+    def _open(self) -> None:
+        run, config = self._info, self._info.config
         file = run.folder / "wandb.json"
         held = read_json(file).get("id") if file.is_file() else None
+        for folder in (run.folder / "wandb").glob("offline-run-*") if config.wandb == "offline" else ():
+            if folder.name.endswith(f"-{held}"):
+                shutil.rmtree(folder)
         try:
             self._run = self._wandb.init(
                 project=config.wandb_project,
@@ -167,18 +197,13 @@ class WeightsAndBiases(ExternalTracker):
             )
         except self._wandb.Error as error:
             raise UserError(f"--tracking.wandb {config.wandb}: {error}") from error
+        self.taken = self._run.step
         without_link(file).write_text(json.dumps({"id": self._run.id, "url": self._run.url}) + "\n", encoding="utf-8")
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **metrics})
-
-    def log_samples(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
-        self._show("validation", step, samples, contact_sheet)
-
-    def log_rollouts(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path) -> None:
-        self._show("matching" if samples[0].shows else "rollouts", step, samples, contact_sheet)
+        self._run.log({"step": step, **metrics}, step=self.taken)
 
     def _show(self, group: str, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
         wandb, rows = self._wandb, [sample.row() for sample in samples]
@@ -194,21 +219,26 @@ class WeightsAndBiases(ExternalTracker):
             media[f"{group}/videos"] = videos
         if contact_sheet is not None:
             media[f"{group}/contact_sheet"] = wandb.Image(str(contact_sheet))
-        self._run.log({"step": step, **media})
+        self.log(step, media)
 
     def _media(self, file: Path, caption: str) -> Any:
         if file.suffix == ".png":
             return self._wandb.Image(str(file), caption=caption)
         return self._wandb.Video(str(file), caption=caption, format="mp4")
 
+    def rewind(self, step: int, lines: int) -> None:
+        if self._info.config.wandb == "offline":
+            self._run.finish()
+            self._open()
+
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
 
 
-class SwanLab(ExternalTracker):
+class SwanLab(_Grouped):
     """An experiment on SwanLab, with contact sheets and prompts; it shows no mp4 files.
 
-    `--resume` continues an online one by the id in `swanlab.json`; offline, each start is one of its own.
+    `--resume` continues an online one by the id in `swanlab.json`; offline, each start is one of its own, of all steps.
     """
 
     @classmethod
@@ -241,18 +271,13 @@ class SwanLab(ExternalTracker):
             )
         except RuntimeError as error:
             raise UserError(f"--tracking.swanlab {config.swanlab}: {error}") from error
+        self.taken = -1 if online else 0
         if online:
             written = {"id": self._run.id, "url": self._run.url}
             without_link(file).write_text(json.dumps(written) + "\n", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
-
-    def log_samples(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
-        self._show("validation", step, samples, contact_sheet)
-
-    def log_rollouts(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path) -> None:
-        self._show("matching" if samples[0].shows else "rollouts", step, samples, contact_sheet)
 
     def _show(self, group: str, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
         lines = "\n".join(json.dumps(sample.row(), ensure_ascii=False) for sample in samples)

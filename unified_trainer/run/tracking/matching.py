@@ -61,6 +61,9 @@ class ShownMatching(ExternalTracker):
                 shown = ValidationSample(sample, run.seed, request.text, None, {}, {}, file, images, shows)
                 self._kept.append((x[row : row + 1].cpu(), shown, request))
 
+    def rewind(self, step: int, lines: int) -> None:
+        self.taken = lines
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Decode and show what was kept of the step that ends."""
         if not self._kept:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class MetricsFile:
             if row is None:
                 damaged += bool(text)
             elif row["step"] <= start and not (
-                unvalidated is not None and row["step"] >= unvalidated and _is_validation(row)
+                unvalidated is not None and row["step"] >= unvalidated and is_validation(row)
             ):
                 kept.append((text, row))
         after = b"".join(text + b"\n" for text, _ in kept)
@@ -92,5 +92,6 @@ def row_of(line: bytes) -> dict[str, Any] | None:
     return row if whole else None
 
 
-def _is_validation(row: dict[str, Any]) -> bool:
+def is_validation(row: Mapping[str, Any]) -> bool:
+    """Whether metrics, by name, are those of a validation."""
     return any(name.startswith(VALIDATION) for name in row)

@@ -1,9 +1,11 @@
 """Metrics and messages: metrics.jsonl, the terminal, and the trackers that the user asks for."""
 
+import json
 import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -16,12 +18,14 @@ from rich.text import Text
 from torch import Tensor
 
 from unified_trainer.basics.errors import working_on
+from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.terminal import console, printable
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.run.checkpoint.mirror import write
 from unified_trainer.run.settings.config import TrackingConfig
 from unified_trainer.run.tracking.external import ExternalTracker, RunInfo, tracker_classes
-from unified_trainer.run.tracking.metrics_file import METRICS, MetricsFile
-from unified_trainer.run.validation.report import ValidationSample
+from unified_trainer.run.tracking.metrics_file import METRICS, MetricsFile, is_validation
+from unified_trainer.run.validation.report import Shown, ValidationSample, listed_samples
 
 SHOWN = {  # in the terminal: training metric -> its name there
     "reward": "reward",
@@ -35,6 +39,7 @@ SHOWN = {  # in the terminal: training metric -> its name there
 }
 
 
+TAKEN = "trackers.json"  # in the run directory: how many lines of metrics.jsonl each tracker has
 PHASE_WIDTH = 23  # characters, so that the numbers behind it stay in place
 SKIPPED = "/not_finite_count"  # ends the names of metrics of skipped updates
 SMOOTHED = 10  # training steps whose mean the progress bar shows
@@ -87,15 +92,23 @@ class Tracker:
         self._validations: list[tuple[int, dict[str, float]]] = []  # the first and the last of the run
         self._skipped = Counter[str]()  # updates of the run, by metric
         self._trackers: list[ExternalTracker] = []
+        self._lines = 0  # of metrics.jsonl
+        self._taken: dict[str, int] = {}  # by each tracker, and by those that failed
         self._began = time.monotonic()
         if not active:
             return
         self._metrics = MetricsFile(run / METRICS, start, self.say, unvalidated)
         for row in self._metrics.rows:
             self._note(row["step"], row)
+        counted = (run / TAKEN).is_file()  # an earlier version did not: trackers have all
+        self._taken = read_json(run / TAKEN) if counted else {}
         for kind in tracker_classes(config):
             with working_on(f"tracker {kind.__name__}"):
-                self._trackers.append(kind(RunInfo(run, settings, config, start)))
+                tracker = kind(RunInfo(run, settings, config, start))
+            if tracker.taken < 0:
+                tracker.taken = self._taken.get(kind.__name__, 0 if counted else len(self._metrics.rows))
+            self._trackers.append(tracker)
+        self._rewound(start)
 
     def __enter__(self) -> "Tracker":
         self._progress.start()
@@ -110,15 +123,18 @@ class Tracker:
         self._metrics.close()
         self._each(lambda tracker: tracker.close(failed=kind is not None))
 
-    def log(self, step: int, metrics: dict[str, float], *, advance: bool = False) -> None:
+    def log(self, step: int, metrics: dict[str, float], shown: Shown = ((), None), *, advance: bool = False) -> None:
         """Write the metrics, with `step` and the time, as one line of metrics.jsonl and to the other trackers.
 
-        With `advance` a training step is done: it moves the progress bar, or is a line of the output.
+        `shown` are a validation's samples. With `advance` a training step is done: it moves the bar, or is a line.
         """
         if not self.active:
             return
         self._metrics.write({"step": step, "time": round(time.time(), 3), **metrics})
-        self._each(lambda tracker: tracker.log(step, metrics))
+        self._lines += 1
+        self._each(lambda tracker: _give(tracker, self._lines, step, metrics, shown))
+        if self._trackers:
+            self._note_taken()
         self._note(step, metrics)
         if advance:
             self._advance(step, metrics)
@@ -126,17 +142,14 @@ class Tracker:
             self._began = time.monotonic()  # the time left is that of training steps and validations among them
         self._show_numbers()
 
-    def log_samples(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
-        """Give the samples of a validation to the other trackers."""
-        self._each(lambda tracker: tracker.log_samples(step, samples, contact_sheet))
-
     def log_rollouts(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path) -> None:
-        """Give samples of the rollout of a training step to the other trackers."""
-        self._each(lambda tracker: tracker.log_rollouts(step, samples, contact_sheet))
+        """Give samples of the rollout of a training step, whose metrics follow, to the other trackers."""
+        lacking = [tracker for tracker in self._trackers if tracker.taken <= self._lines]
+        self._each(lambda tracker: tracker.log_rollouts(step, samples, contact_sheet), lacking)
 
     def add(self, tracker: ExternalTracker) -> None:
-        """Let one more tracker get what the others get, after them."""
-        self._trackers.append(tracker)
+        """Let one more tracker get what the others get, before them."""
+        self._trackers.insert(0, tracker)
 
     def show_phase(self, phase: str) -> None:
         """Show what the run does now, on the progress bar."""
@@ -151,7 +164,7 @@ class Tracker:
         self._validations, self._skipped = [], Counter()
         for row in self._metrics.rows:
             self._note(row["step"], row)
-        self._each(lambda tracker: tracker.rewind(step))
+        self._rewound(step)
         self._progress.update(self._task, completed=step)
         self._start, self._done, self._began = step, step, time.monotonic()  # the time left is estimated from here on
 
@@ -197,19 +210,42 @@ class Tracker:
 
     def _note(self, step: int, metrics: Mapping[str, float]) -> None:
         self._skipped.update({name: value for name, value in metrics.items() if name.endswith(SKIPPED)})
-        if any(name.startswith("validation/") for name in metrics):
+        if is_validation(metrics):
             self._validations = [*self._validations[:1], (step, dict(metrics))]
 
-    def _each(self, work: Callable[[ExternalTracker], None]) -> None:
-        """Let every tracker do something; one whose disk or connection fails is left out from then on."""
-        for tracker in list(self._trackers):
+    def _rewound(self, step: int) -> None:
+        """Let trackers have the lines of metrics.jsonl, which end after `step` training steps, and no others."""
+        self._lines = len(self._metrics.rows)
+        ahead = [tracker for tracker in self._trackers if tracker.taken > self._lines]
+        self._each(lambda tracker: tracker.rewind(step, self._lines), ahead)
+        self._each(self._catch_up)
+        self._note_taken()
+
+    def _catch_up(self, tracker: ExternalTracker) -> None:
+        """Give a tracker the lines that it lacks, with the samples that are still in the run directory."""
+        for number, row in enumerate(self._metrics.rows[max(0, tracker.taken) :], max(0, tracker.taken) + 1):
+            step, metrics = row["step"], {name: row[name] for name in row if name not in ("step", "time")}
+            kinds = ("validation",) if is_validation(metrics) else ("rollouts", "matching")
+            for kind, shown in ((kind, listed_samples(self._run / kind / f"step_{step}")) for kind in kinds):
+                if kind != "validation" and shown[0] and shown[1] is not None:
+                    tracker.log_rollouts(step, shown[0], shown[1])
+            _give(tracker, number, step, metrics, shown if kind == "validation" else ((), None))
+
+    def _note_taken(self) -> None:
+        self._taken |= {type(tracker).__name__: tracker.taken for tracker in self._trackers}
+        with suppress(OSError):  # a full disk: --resume gives some lines twice
+            write(self._run / TAKEN, json.dumps(self._taken).encode())
+
+    def _each(self, work: Callable[[ExternalTracker], None], some: Sequence[ExternalTracker] | None = None) -> None:
+        """Let trackers, by default all, do something; one whose disk or connection fails is left out from then on."""
+        for tracker in list(self._trackers if some is None else some):
             name = type(tracker).__name__
             try:
                 with working_on(f"tracker {name}"):
                     work(tracker)
             except OSError as error:
                 self._trackers.remove(tracker)
-                self.say(f"warning: tracker {name} failed and gets nothing more: {error}")
+                self.say(f"warning: tracker {name} failed and gets nothing before --resume: {error}")
 
     def say(self, message: str) -> None:
         """Print a message as it is: text in brackets is no markup."""
@@ -221,6 +257,15 @@ class Tracker:
         for name, value in rows.items():
             table.add_row(Text(printable(name)), Text(printable(str(value))))
         self.console.print(table)
+
+
+def _give(tracker: ExternalTracker, number: int, step: int, metrics: Mapping[str, float], shown: Shown) -> None:
+    """Log a line of metrics.jsonl, counted from 1, and the samples of its validation, unless the tracker has them."""
+    if tracker.taken < number:
+        tracker.log(step, metrics)
+        if shown[0]:
+            tracker.log_samples(step, *shown)
+        tracker.taken = number
 
 
 class Means:

@@ -50,6 +50,13 @@ class ValidationSample:
     images: tuple[str, ...] = ()  # files of the condition images
     shows: str = ""  # of a step of matching: which latents, such as "real, at tau 0.731"
 
+    @classmethod
+    def listed(cls, row: Mapping[str, Any], folder: Path) -> "ValidationSample":
+        """Return the sample of a line of samples.jsonl in a folder, with its video if that is there."""
+        own = {name: row[name] for name in cls.__dataclass_fields__ if name in row}
+        video = _there(folder / Path(row["video"] or "").name)
+        return cls(**own | {"video": video, "images": tuple(row.get("images", ()))})
+
     def row(self) -> dict[str, Any]:
         """Return the sample's line of samples.jsonl; `images` and `shows` are in it where there are some."""
         row = {**vars(self), "video": None if self.video is None else self.video.name}
@@ -62,6 +69,9 @@ class ValidationSample:
         reward = "" if self.reward is None else f"   reward {self.reward:.3f}"
         accuracy = f"   accuracy {self.accuracy['all']:d}" if self.accuracy else ""
         return f"{shows}sample {self.sample}   seed {self.seed}{reward}{accuracy}"
+
+
+Shown = tuple[Sequence[ValidationSample], Path | None]  # with their contact sheet, if one was written
 
 
 @dataclass(frozen=True)
@@ -82,18 +92,9 @@ class ValidationSource(Protocol):
 
     def start(self, student: Trainable, step: int) -> None:
         """Start the validation of the student, as its weights are now after `step` training steps (a collective)."""
-        ...
 
     def finish(self, folder: Path, step: int) -> "ValidationResult":
         """Wait for the validation that was started, write it into `folder` on the main rank, and return it."""
-        ...
-
-
-def validate(source: ValidationSource, student: Trainable, folder: Path, step: int) -> "ValidationResult":
-    """Measure the student after `step` training steps; the main rank writes samples and videos into `folder`."""
-    with student.sampling_weights(ema=source.ema):
-        source.start(student, step)
-    return source.finish(folder, step)
 
 
 class Validation:
@@ -251,6 +252,21 @@ def write_samples(
     except OSError as error:
         return f"{error.filename or folder} cannot be written ({error.strerror or error})"
     return None
+
+
+def listed_samples(folder: Path) -> Shown:
+    """Return the samples that `write_samples` listed in a folder, and their contact sheet; none that cannot be read."""
+    try:
+        lines = (folder / "samples.jsonl").read_bytes().splitlines()
+        samples = [ValidationSample.listed(json.loads(line), folder) for line in lines]
+    except (OSError, ValueError, TypeError, KeyError):
+        samples = []
+    return samples, _there(folder / "contact_sheet.png")
+
+
+def _there(file: Path) -> Path | None:
+    """Return a file that is there, and no link to another place."""
+    return file if file.is_file() and not file.is_symlink() else None
 
 
 def _accuracies(hits: dict[str, Tensor]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """A run directory read into dataclasses: settings, curves of metrics, checkpoints, starts and validation samples."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from os.path import lexists
@@ -100,7 +100,7 @@ def read_validations(folder: Path) -> tuple[ValidationRecord, ...]:
     for path in manifest.folders(folder / "validation"):
         file = path / SAMPLES
         if file.is_file():
-            samples = tuple(_sample(row, path) for row in _lines(file, _Sample))
+            samples = tuple(ValidationSample.listed(row, path) for row in _lines(file, _Sample))
             records.append(ValidationRecord(manifest.step_of(path), samples))
     return tuple(records)
 
@@ -141,9 +141,3 @@ def _lines(file: Path, schema: type[Schema]) -> Iterator[dict[str, Any]]:
         for number, row in enumerate(objects(file.read_bytes(), file), 1):
             checked(schema, row, f"{file} is damaged in line {number}")
             yield row
-
-
-def _sample(row: Mapping[str, Any], folder: Path) -> ValidationSample:
-    video = folder / Path(row["video"]).name if row["video"] else None
-    own = {name: row[name] for name in _Sample.model_fields}
-    return ValidationSample(**{**own, "video": video if video and video.is_file() else None})

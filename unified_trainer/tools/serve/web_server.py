@@ -66,15 +66,12 @@ class Site(Protocol):
     @property
     def given_up(self) -> "Future[Exception]":
         """Why, once it can give no further answer."""
-        ...
 
     def app(self) -> ASGIApp:
         """Return the web application."""
-        ...
 
     def close(self) -> None:
         """End, when the last request was answered."""
-        ...
 
 
 def serve_until_stopped(door: Door, load: Callable[[], Site], said: Callable[[str], str]) -> None:
