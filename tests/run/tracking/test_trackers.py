@@ -91,7 +91,7 @@ def test_all_trackers_follow_a_run_and_its_continuation(run_folder, notes, tmp_p
     ]
     assert [row["start"] for row in rows if row["call"] == "start"] == [0, 1] and rows[0]["method"] == "dance_grpo"
     samples = next(row for row in rows if row["call"] == "samples")
-    assert samples["videos"] == [True, False] and samples["sheet"] and all(samples["prompts"])
+    assert samples["videos"] == [True, True] and samples["sheet"] and all(samples["prompts"])
     assert "train/seconds/rollout" in rows[3]["names"] and "validation/reward" in rows[1]["names"]
 
     events = b"".join(file.read_bytes() for file in sorted((run_folder / "tensorboard").iterdir()))

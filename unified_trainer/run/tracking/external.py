@@ -5,7 +5,6 @@ TensorBoard, Weights & Biases and SwanLab are three; `--tracking.custom path/to/
 
 import importlib
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,7 +151,7 @@ class WeightsAndBiases(_Grouped):
     """A run on Weights & Biases, with videos and prompts; `--resume` continues it by the id in `wandb.json`.
 
     Its `_step` is the line of metrics.jsonl, so that a server says how many it has. Offline each start writes the whole
-    run into one folder, in place of that of the start before.
+    run into one folder; that of the start before is renamed to replaced-offline-run-..., which is not to be synced.
     """
 
     @classmethod
@@ -180,7 +179,7 @@ class WeightsAndBiases(_Grouped):
         held = read_json(file).get("id") if file.is_file() else None
         for folder in (run.folder / "wandb").glob("offline-run-*") if config.wandb == "offline" else ():
             if folder.name.endswith(f"-{held}"):
-                shutil.rmtree(folder)
+                folder.rename(folder.with_name(f"replaced-{folder.name}"))
         try:
             self._run = self._wandb.init(
                 project=config.wandb_project,
