@@ -12,9 +12,11 @@ from pathlib import Path
 import invariant_runs
 import pytest
 import torch
-from helpers import REPO, checkpoint_of, free_port, metrics_of, refused
+from helpers import OF_CLIPS, REPO, checkpoint_of, free_port, metrics_of, refused
 from invariant_runs import CHANGES, REFUSED, STEPS, VARIANTS, Change, start, words
 
+from unified_trainer.__main__ import main
+from unified_trainer.data.loader import Loader
 from unified_trainer.run.registry import METHODS
 
 sys.path.insert(0, str(REPO / "tests" / "parallel"))
@@ -112,3 +114,33 @@ def test_ranks_change_nothing_that_is_trained(cell, ranked, plain):
 def test_what_cannot_be_trained_with_one_expert_is_refused(method, variant, folder, capsys):
     said = refused(capsys, *words(folder, method, variant, Change()))
     assert REFUSED[method, variant] in said
+
+
+def rows_of(monkeypatch, *words: str) -> list[int]:
+    """The prompts or clips that the training steps of a run take."""
+    rows: list[int] = []
+    batch = Loader.batch
+
+    def noted(self, step):
+        rows.extend(self.rows(step)[0][:: self.samples_per_prompt])
+        return batch(self, step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Loader, "batch", noted)
+        assert main([*words]) == 0
+    return rows
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_another_batch_on_resume_goes_on_with_the_next_row(method, folder, plain, monkeypatch, capsys):
+    """Of whatever batches, a run takes the rows of one order: one more step of the whole batch is two of half of it."""
+    size = "num-prompts" if invariant_runs.of_rollouts(method) else "batch-size"
+    changed = [f"--algorithm.{size}", "2", "--allow", f"algorithm.{size.replace('-', '_')}"]
+    whole, half = (invariant_runs.stopped(plain(method, "all weights"), 2, name) for name in ("whole", "half"))
+    if method == "streaming_tuning":
+        assert "needs a new run, with --init-from" in refused(capsys, "--resume", half, *changed)
+        return
+    expected = rows_of(monkeypatch, "--resume", str(whole))
+    found = rows_of(monkeypatch, "--resume", str(half), "--steps", "4", *changed)
+    of_clips = method in OF_CLIPS  # four are left of an epoch of six; their order is that of reading
+    assert (sorted(found) == sorted(expected) if of_clips else found == expected) and len(set(expected)) == 4

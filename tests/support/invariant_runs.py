@@ -32,7 +32,7 @@ GROUPS = {"algorithm.num-prompts": 4, "algorithm.num-samples": 2, "algorithm.pro
 ROLLED = {"algorithm.rollout-batch": 4, "algorithm.update-batch": 4}
 SMALLER = {"algorithm.micro-batch": 1, "algorithm.update-batch": 1, "algorithm.rollout-batch": 2}
 OF = {  # what a method needs, or what gives it something to do
-    "dance_ppo": {"algorithm.num-samples": 1, "algorithm.prompts-per-update": 4, "algorithm.noise-range": "0 1"},
+    "dance_ppo": {"algorithm.num-samples": 1, "algorithm.noise-range": "0 1"},
     "distill_rl": {"algorithm.noise-range": "0 1"},
     "long_self_forcing": {"algorithm.teacher-frames": 2},
     "streaming_tuning": {"algorithm.teacher-frames": 2},
@@ -129,9 +129,9 @@ def start(folder: Path, method: str, variant: str, name: str = "") -> Path:
     return out
 
 
-def stopped(run: Path, step: int) -> Path:
+def stopped(run: Path, step: int, name: str = "cut") -> Path:
     """A copy of a run as it was when this step was saved."""
-    copy = cut_off(run, run.with_name(f"{run.name}, cut"), step)
+    copy = cut_off(run, run.with_name(f"{run.name}, {name}"), step)
     for later in range(step + 1, STEPS + 1):
         shutil.rmtree(copy / "checkpoints" / f"step_{later}", ignore_errors=True)
     return copy
