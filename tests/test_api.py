@@ -221,3 +221,12 @@ def test_a_run_without_scorers_says_so(tmp_path):
     )
     with ut.Run(settings) as run, pytest.raises(ut.UserError, match=r"set reward\.path, reward\.kind"):
         run.score(torch.zeros(1, 3, 17, 64, 64), PROMPTS[:1])
+
+
+@pytest.mark.slow
+def test_videos_of_an_expert_that_was_left_out_are_refused(tmp_path):
+    experts = {"student.boundary": 0.9, "student.low.trained": False, "validate_every": 0}
+    with run_in(tmp_path / "run", **experts) as run:
+        run.step()
+        with pytest.raises(ut.UserError, match="the low expert of the student was not loaded: set validate_every"):
+            run.sample(["a red circle moving left"])

@@ -17,6 +17,7 @@ from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.reward import Reward
+from unified_trainer.roles.experts import expert_at
 from unified_trainer.roles.role import Role, Trainable
 from unified_trainer.run.registry import family_of
 from unified_trainer.run.settings.command_line import parse, with_settings
@@ -187,8 +188,15 @@ class Run:
         batch: int = 8,
         ema: bool = True,
     ) -> Video:
-        """Return videos of the student, as `Student.sample` does; with `ema` by its EMA weights, if it keeps any."""
+        """Return videos of the student, as `Student.sample` does; with `ema` by its EMA weights, if it keeps any.
+
+        Raise UserError in a run that left out the student's other expert, which no step of it runs.
+        """
         student = self._student()
+        levels = self.settings.sampler.sigmas()[:-1].tolist()
+        if missing := {expert_at(sigma, student.boundary) for sigma in levels} - {*student.experts}:
+            left = ", ".join(sorted(missing))
+            raise UserError(f"the {left} expert of the student was not loaded: set validate_every to 1 or more")
         with student.sampling_weights(ema=ema):
             one = Student(self.settings, student, self._built.codec, f"student after training step {self.steps_done}")
             return one.sample(prompts, images=images, seed=seed, batch=batch)
