@@ -4,9 +4,11 @@ Training commands are shortened (fewer steps and samples); commands with the nam
 weights are read, in folders that hold the configs of those models.
 """
 
+import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,7 +69,8 @@ def run(line: str) -> None:
     """Run one line of a page."""
     words = shlex.split(line, comments=True)
     if "unified_trainer" not in words:
-        subprocess.run(["bash", "-c", line], check=True)
+        installed = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        subprocess.run(["bash", "-c", line], check=True, env=installed)
         return
     ranks, words = words[0] == "torchrun", words[words.index("unified_trainer") + 1 :]
     words = [re.sub("@200", "@1", word) for word in words]
@@ -80,7 +83,8 @@ def run(line: str) -> None:
     elif words[0] == "plan":  # tests/tools/plan/test_plan.py has the real one
         assert main([re.sub(r"wan2.*", "tiny", word) for word in words]) == 0
     elif any(model in words for model in MODELS):
-        assert check(parse(words), ALONE).notes == ()
+        repeats = "it repeats some"  # there are three clips and two prompts
+        assert [note for note in check(parse(words), ALONE).notes if not note.endswith(repeats)] == []
     elif words[0] in COMMANDS or "--help" in words:
         assert main(words) == 0, line
     elif ranks:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import ALONE, CAPTIONS, Calls, assert_near, finetune, tiny_codec
+from helpers import ALONE, CAPTIONS, Calls, assert_near, finetune, tiny_codec, trainable
 
 from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import Loader
@@ -137,7 +137,7 @@ def test_diffusion_forcing_draws_a_noise_level_for_every_chunk_of_every_sample()
     config, sampler = FinetuneConfig(**WHOLE, forcing="diffusion"), SamplerConfig(chunks=chunks)
     shape = (16, 5, 2, 2)
     source = Loader(Prompts(Request.of(CAPTIONS * 2)), tiny_codec(), config.plan(), shape, "", 0, ALONE)
-    method = Finetune(config, sampler, student=None)
+    method = Finetune(config, sampler, student=trainable())
     sigma, weight = method._noise_levels(source.batch(0), Streams(0, 0))
     assert sigma.shape == (8, 5) and weight == 1
     assert torch.equal(sigma[:, 1], sigma[:, 2]) and torch.equal(sigma[:, 3], sigma[:, 4])

@@ -96,7 +96,7 @@ def built(folder: Path, method: str, *flags: str):
     roles = load_roles(plans, ALONE)
     counts = rehearsal.Counts(1, 1.0)
     shape = (rehearsal.CHANNELS, 5 if run.sampler.chunks.causal else 2, 1, 1)
-    return rehearsal._trainer(run, kind, plans, roles, ALONE, shape, counts, causal=True), roles, plans
+    return rehearsal._trainer(run, kind, plans, roles, ALONE, shape, counts, causal=True), roles, plans, counts
 
 
 def networks(roles) -> dict[tuple[str, str], list[torch.Tensor]]:
@@ -123,7 +123,7 @@ def test_each_step_moves_the_trained_expert_alone(folder, monkeypatch, method, r
         with pytest.raises(UserError, match=why):
             built(folder, method, *flags)
         return
-    trainer, roles, plans = built(folder, method, *flags)
+    trainer, roles, plans, counts = built(folder, method, *flags)
     passes, running = set(), type(roles[role]).running
 
     def watched(self, expert=""):
@@ -135,6 +135,7 @@ def test_each_step_moves_the_trained_expert_alone(folder, monkeypatch, method, r
     assert plans[role].layout.left_out == ((other,) if idle else ())
     for step in range(2):
         before = networks(roles)
+        counts.losses.append([])
         trainer.step(step)
         after = networks(roles)
         for seat, values in before.items():
@@ -189,6 +190,6 @@ def test_an_expert_stays_loaded_where_a_validation_runs_it(folder):
         (("--validate-every", "2"), ()),
         (("--validate-every", "2", "--sampler.num-steps", "1"), ("low",)),
     ):
-        _, roles, plans = built(folder, "finetune", "--student.low.no-trained", *flags)
+        _, roles, plans, _ = built(folder, "finetune", "--student.low.no-trained", *flags)
         assert plans["student"].layout.left_out == idle
         assert roles["student"].experts == (("high", "low") if not idle else ("high",))

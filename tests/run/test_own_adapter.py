@@ -168,7 +168,7 @@ def test_a_file_for_each_expert(two, files):
 
 def test_an_expert_that_is_not_trained_has_its_adapter_merged(two, files):
     words = [f"--student.{expert}.adapter.path={path}" for expert, (path, _) in files.items()]
-    roles, plans = loaded("--student.path", two, *words, "--student.high.no-trained")
+    roles, plans = loaded("--student.path", two, *words, "--student.high.no-trained", "--validate-every", "1")
     assert_near(base_of(roles["student"], "high"), expected(files["high"][1]), 1e-6)
     assert (list(plans["student"].merged), list(plans["student"].starts)) == (["high"], ["low"])
 

@@ -45,8 +45,7 @@ VARIANTS = {
 }
 # Levels of three steps: 1, .91 and .71.
 REFUSED = {
-    ("flow_map", "high expert"): "a step may lead from one expert to the other",
-    ("flow_map", "low expert"): "a step may lead from one expert to the other",
+    ("flow_map", "high expert"): "student.low.trained must be True",
     ("distill_rl", "high expert"): "the last step of the sampler lies wholly in the expert of student",
     ("reward_gradient", "high expert"): "last_calls lies wholly in the expert of student",
 }

@@ -14,3 +14,11 @@ def without_link(file: Path) -> Path:
     if file.is_symlink():
         file.unlink()
     return file
+
+
+def write(file: Path, content: bytes) -> None:
+    """Write or replace a file of a run directory: a kill leaves the old or the new one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    building = without_link(file.with_suffix(".tmp"))
+    building.write_bytes(content)
+    building.replace(file)

@@ -79,7 +79,7 @@ def test_a_lost_path_is_named_with_its_file_its_folders_and_the_way_out(moved, c
         "--prompts PATH --allow prompts",
     ):
         assert part in said
-    assert said.count("\n") == 1
+    assert said.count("\n") == 3 and "holds no complete checkpoint" in said  # the other fault of this folder
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.own_files import without_link
+from unified_trainer.basics.own_files import write
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.manager import NoSaver, Saver
@@ -209,14 +209,6 @@ def record_in(content: bytes | None) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
-
-
-def write(file: Path, content: bytes) -> None:
-    """Write or replace a file of a run directory: a kill leaves the old or the new one."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    building = without_link(file.with_suffix(".tmp"))
-    building.write_bytes(content)
-    building.replace(file)
 
 
 def read(file: Path) -> bytes | None:

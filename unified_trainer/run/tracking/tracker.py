@@ -19,9 +19,9 @@ from torch import Tensor
 
 from unified_trainer.basics.errors import working_on
 from unified_trainer.basics.input_files import read_json
+from unified_trainer.basics.own_files import write
 from unified_trainer.basics.terminal import console, printable
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.run.checkpoint.mirror import write
 from unified_trainer.run.settings.config import TrackingConfig
 from unified_trainer.run.tracking.external import ExternalTracker, RunInfo, tracker_classes
 from unified_trainer.run.tracking.metrics_file import METRICS, MetricsFile, is_validation
