@@ -69,7 +69,7 @@ def run(line: str) -> None:
     """Run one line of a page."""
     words = shlex.split(line, comments=True)
     if "unified_trainer" not in words:
-        installed = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        installed = {**os.environ, "PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"}
         subprocess.run(["bash", "-c", line], check=True, env=installed)
         return
     ranks, words = words[0] == "torchrun", words[words.index("unified_trainer") + 1 :]
