@@ -47,6 +47,8 @@ VARIANTS = {
 REFUSED = {
     ("flow_map", "high expert"): "student.low.trained must be True",
     ("distill_rl", "high expert"): "the last step of the sampler lies wholly in the expert of student",
+    ("dance_ppo", "low expert"): "algorithm.noise_range lies wholly in the expert of student",
+    ("distill_rl", "low expert"): "algorithm.noise_range lies wholly in the expert of student",
     ("reward_gradient", "high expert"): "last_calls lies wholly in the expert of student",
 }
 
