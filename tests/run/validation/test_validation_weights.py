@@ -33,3 +33,24 @@ def test_validation_samples_with_the_ema_weights_unless_told_not_to(tmp_path):
     assert before["validation/reward"] != pytest.approx(after["validation/reward"], rel=1e-3)
     assert measured(averaged, tmp_path) == before
     assert measured(averaged, tmp_path, ema=False) == after
+
+
+def test_a_validation_that_failed_leaves_nothing_for_the_next(tmp_path):
+    """A loop in Python may go on after a scorer's failure in the second batch."""
+    calls = []
+
+    def fails_once(images, prompts):
+        calls.append(len(prompts))
+        if len(calls) == 2:
+            raise OSError("the scorer's disk is full")
+        return images.flatten(1).mean(1)
+
+    config = ValidationConfig(num_samples=2, batch=1, num_videos=2)
+    requests, student = Request.of(validation_captions(2)), trainable()
+    reward = reward_of(fails_once)
+    validation = Validation(config, tiny_codec(), reward, None, SAMPLER, requests, LATENT_SHAPE, ALONE, 8.0)
+    with pytest.raises(OSError, match="disk is full"):
+        validation.start(student, 0)
+    validation.start(student, 0)
+    first, second = (one.reward for one in validation.finish(tmp_path, 0).samples)
+    assert first != second and calls == [1] * 4  # not twice that of the first batch

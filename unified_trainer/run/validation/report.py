@@ -122,9 +122,11 @@ class Validation:
         """Make and measure all samples."""
         size = max(map(len, self._batches))
         with fitting(f"a batch of {size} samples of the validation", "lower validation.batch"):
+            parts: list[Measured] = []
             for samples in self._batches:
                 part = self._maker.make(student, samples, self._report.videos, step)
-                self._parts = [self._report.joined([*self._parts, part], self._batches[0].start)]
+                parts = [self._report.joined([*parts, part], self._batches[0].start)]
+            self._parts = parts
 
     def finish(self, folder: Path, step: int) -> "ValidationResult":
         (part,), self._parts = self._parts, []
