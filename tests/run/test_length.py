@@ -71,9 +71,9 @@ def test_epochs_count_prompts_and_not_the_samples_of_each(tmp_path):
     assert planned(*words, "--epochs", "2").run.steps == 5
     plan = planned(*words, "--steps", "4")
     assert plan.counts["training steps"] == "4, 1.6 epochs of 5 prompts"
-    assert not any("it repeats some" in note for note in plan.notes)
+    assert not any("repeat within a training step" in note for note in plan.notes)
     (tmp_path / "prompts.txt").write_text("a\n")
-    short = "warning: a training step takes 2 prompts, and there are 1: it repeats some"
+    short = "warning: prompts repeat within a training step: it takes 2, and the data have 1"
     assert short in planned(*words, "--steps", "4").notes
 
 

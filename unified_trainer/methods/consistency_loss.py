@@ -50,7 +50,8 @@ def consistency_loss(
 
     `steps` are the teacher's steps at which each clip is, or each of its frames: see `steps_at`.
     """
-    sigma, sigma_next = config.table[steps], config.table[steps + 1]
+    table = config.table
+    sigma, sigma_next = table[steps], table[steps + 1]
     noise = rng.noise("noise", batch.sample_ids, batch.latent_shape).to(batch.latents)
     x_t = add_noise(batch.latents, noise, sigma)
     with torch.no_grad():

@@ -40,8 +40,9 @@ def in_words(run: RunConfig, batch: BatchPlan, rows: int) -> dict[str, str]:
 
 def note_repeats(run: RunConfig, batch: BatchPlan, rows: int) -> str:
     """Return a warning where a training step has more prompts or clips than there are; "" elsewhere."""
-    taken = f"warning: a training step takes {batch.prompts} {run.trains_on}, and there are {rows}: it repeats some"
-    return taken if rows < batch.prompts else ""
+    if rows >= batch.prompts:
+        return ""
+    return f"warning: {run.trains_on} repeat within a training step: it takes {batch.prompts}, and the data have {rows}"
 
 
 def with_updates(run: RunConfig, roles: Mapping[str, RolePlan]) -> dict[str, RolePlan]:

@@ -122,12 +122,10 @@ def before_flags(argv: Sequence[str]) -> RunConfig:
         saved |= dict.fromkeys(("parallel.offload_weights", "parallel.offload_optimizer"), saved.pop(OFFLOAD))
     name = sources.method or str(saved.get("method", "dance_grpo"))
     if str(saved.get("method", name)) != name:
+        anew = f", or begin a run of {name} with its weights: --method {name} --init-from {sources.run}"
         raise ConfigError(
             f"{sources.saved} is a run of {saved['method']}, not of {name}: leave --method out"
-            + (
-                f", or begin a run of {name} with its weights: --method {name} --init-from {sources.run}"
-                * sources.resumed
-            )
+            f"{anew if sources.resumed else ''}"
         )
     recipe = sources.recipe or str(saved.get("recipe", ""))
     # A saved run has all its settings; those that are newer keep the code's defaults, whatever its recipe says today.

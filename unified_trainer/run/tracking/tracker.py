@@ -225,11 +225,13 @@ class Tracker:
         """Give a tracker the lines that it lacks, with the samples that are still in the run directory."""
         for number, row in enumerate(self._metrics.rows[max(0, tracker.taken) :], max(0, tracker.taken) + 1):
             step, metrics = row["step"], {name: row[name] for name in row if name not in ("step", "time")}
-            kinds = ("validation",) if is_validation(metrics) else ("rollouts", "matching")
-            for kind, shown in ((kind, listed_samples(self._run / kind / f"step_{step}")) for kind in kinds):
-                if kind != "validation" and shown[0] and shown[1] is not None:
-                    tracker.log_rollouts(step, shown[0], shown[1])
-            _give(tracker, number, step, metrics, shown if kind == "validation" else ((), None))
+            validates = is_validation(metrics)
+            for kind in () if validates else ("rollouts", "matching"):
+                samples, sheet = listed_samples(self._run / kind / f"step_{step}")
+                if samples and sheet is not None:
+                    tracker.log_rollouts(step, samples, sheet)
+            shown = listed_samples(self._run / "validation" / f"step_{step}") if validates else ((), None)
+            _give(tracker, number, step, metrics, shown)
 
     def _note_taken(self) -> None:
         self._taken |= {type(tracker).__name__: tracker.taken for tracker in self._trackers}
