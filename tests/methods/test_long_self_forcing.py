@@ -31,6 +31,8 @@ from unified_trainer.parallel.random import Streams
 from unified_trainer.run.trainer import Trainer
 from unified_trainer.sampling.solver import SamplerConfig
 
+pytestmark = pytest.mark.slow  # seconds together
+
 CONFIG = LongSelfForcingConfig(batch_size=2, micro_batch=1, student_every=1, teacher_frames=KNOWN)
 ENDS = (3, 5, 7, 9)
 

@@ -114,6 +114,7 @@ def balance(method: str, role: str, flags) -> str:
     return "natural" if drawn and not flags else "mixed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "role", "side", "flags"), CELLS)
 def test_each_step_moves_the_trained_expert_alone(folder, monkeypatch, method, role, side, flags):
     """No pass with a gradient is one of the other expert, and where nothing runs the other it is not loaded."""

@@ -32,6 +32,8 @@ from unified_trainer.parallel.random import Streams
 from unified_trainer.run.trainer import Trainer
 from unified_trainer.sampling.solver import SamplerConfig, next_chunks, recomputed_cache
 
+pytestmark = pytest.mark.slow  # seconds together
+
 CONFIG = StreamingTuningConfig(batch_size=2, micro_batch=1, student_every=1, teacher_frames=KNOWN, prompt_switch=0.0)
 WINDOWED = dataclasses.replace(CHUNKS, window_frames=3, sink_frames=1)
 

@@ -34,6 +34,7 @@ def test_special_tokens_are_known():
     assert around("{{ bos_token }}" + PLAIN + "{{ eos_token }}", bos_token="<s>", eos_token="</s>") == ("<s>", "</s>")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "said"),
     [

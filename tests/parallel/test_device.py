@@ -150,6 +150,7 @@ def test_segments_of_cuda_grow_unless_the_user_has_set_the_allocator(environment
     assert allocator_settings(environment, cuda, read_by_others=read_by_others) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("_accelerator_getAllocatorSettings" not in dir(torch._C), reason="this torch does not show them")
 def test_torch_reads_the_settings_of_the_allocator_after_it_is_imported():
     program = f"import os, torch; os.environ.update({GROWING}); print(torch._C._accelerator_getAllocatorSettings())"

@@ -64,6 +64,7 @@ def test_flags_and_files_take_each_value():
                 assert given == wanted and type(given) is type(wanted), (key, in_file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "key", [*{str(setting.kind): key for key, (_, setting) in unions().items()}.values()]
 )  # one of each type

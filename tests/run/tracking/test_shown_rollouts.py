@@ -46,6 +46,7 @@ def of_steps(trainer) -> list[dict]:
     return [trainer.step(step) for step in range(3)]
 
 
+@pytest.mark.slow
 def test_they_are_those_that_training_learns_from_and_nothing_else_changes(tmp_path, monkeypatch):
     """Their rewards have the mean of the step's metric, their frames are those of its x0; all steps stay the same."""
     written = {}

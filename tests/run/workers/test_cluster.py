@@ -22,6 +22,8 @@ from unified_trainer.run.settings.workers import RayConfig
 from unified_trainer.run.workers import cluster, group, launch
 from unified_trainer.run.workers.weights import buckets_of
 
+pytestmark = pytest.mark.slow  # seconds together
+
 SHELL = {"WANDB_API_KEY": "k", "HF_HOME": "/shared/hf", "NCCL_SOCKET_IFNAME": "eth1", "http_proxy": "p:1"}
 
 
@@ -62,7 +64,6 @@ def needed(*words: object) -> int:
     return store_bytes(check(parse([*GRPO, *map(str, words)]), ALONE))
 
 
-@pytest.mark.slow
 def test_the_bytes_of_samples_and_weights_on_their_way():
     """The weights of the tiny student that workers copy, and the states of every sample, as training receives them."""
     run = parse([*GRPO, "--device", "cpu", "--rollouts.workers", "0"])

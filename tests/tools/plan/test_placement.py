@@ -10,6 +10,8 @@ from unified_trainer.tools.plan import memory, placement
 from unified_trainer.tools.plan.estimate import estimate
 from unified_trainer.tools.plan.passes import PassBytes
 
+pytestmark = pytest.mark.slow  # seconds together
+
 GRPO = {"method": "dance_grpo", "recipe": "tiny", "student.ema-decay": 0.9, "reward.offload": True}
 GRPO |= {"video.height": 512, "video.width": 512, "sampler.num-steps": 3}
 GRPO |= {"algorithm.num-prompts": 8, "algorithm.num-samples": 2, "algorithm.prompts-per-update": 8}

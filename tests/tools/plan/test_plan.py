@@ -74,6 +74,7 @@ def test_memory_is_within_a_tenth_of_a_real_step(name, tmp_path):
     assert bench_plan.measure(flags).bytes == pytest.approx(computed, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "more"),
     [

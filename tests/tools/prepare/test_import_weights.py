@@ -191,6 +191,7 @@ def test_a_shape_is_compared_before_it_takes_memory(tmp_path, weights, capsys):
     assert "scale_shift_table has shape [1048576, 1048576, 1024]" in refused(capsys)
 
 
+@pytest.mark.slow
 def test_a_file_of_torch_save_is_data(tmp_path, weights, capsys):
     """Code, dictionaries that hold themselves or each other many times, and tensors without memory are refused."""
     itself, twice = {}, {"w": torch.ones(1)}

@@ -19,6 +19,8 @@ from unified_trainer.tools.serve.page_server import Answer, Pages
 from unified_trainer.tools.serve.service import FOLDERS, MOST, Asked, Service, texts
 from unified_trainer.tools.serve.web_server import serve_until_stopped, serving
 
+pytestmark = pytest.mark.slow  # seconds together
+
 JSON = {"Content-Type": "application/json"}
 
 
