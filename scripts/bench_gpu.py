@@ -261,8 +261,23 @@ def log_ratio(bench: Bench) -> None:
             bench.row("log-ratio", name, lambda f=flags: _log_ratio(bench, f.split()))
 
 
-SECTIONS = {f.__name__: f for f in (log_ratio, forward, attention, methods, backward, vae)}  # most useful first
-SHARES = {"log_ratio": 2.0, "forward": 1.0, "attention": 1.0, "methods": 4.0, "backward": 2.0, "vae": 0.5}
+def gradients(bench: Bench) -> None:
+    """Gradients of blocks that keep the products of their forward pass against those that recompute all of it."""
+    for video in (bench.scale.small, bench.scale.large):
+        for name, compile in COMPILED.items():
+            bench.row("gradients", f"{video}, {name}", lambda v=video, c=compile: _gradients(bench, v, compile=c))
+
+
+SECTIONS = {f.__name__: f for f in (gradients, log_ratio, forward, attention, methods, backward, vae)}
+SHARES = {
+    "gradients": 1.0,
+    "log_ratio": 2.0,
+    "forward": 1.0,
+    "attention": 1.0,
+    "methods": 4.0,
+    "backward": 2.0,
+    "vae": 0.5,
+}
 
 
 class _Passes:
@@ -279,6 +294,12 @@ class _Passes:
                 role.velocity(*inputs)
 
         return self._measured(work)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradient of every weight, on the CPU."""
+        role, inputs = self._role()
+        role.backward(role.velocity(*inputs).square().mean(), last=True)
+        return {key: p.grad.cpu() for key, p in role.network.named_parameters() if p.grad is not None}
 
     def both(self) -> dict[str, Any]:
         role, inputs = self._role()
@@ -342,6 +363,16 @@ def _attention(bench: Bench, video: Video, kernel: str) -> dict[str, Any]:
     with _attention_kernel(bench, kernel):
         taken = fastest(device, work)
     return bench.rate(taken, 3 * 4 * size.width * video.tokens**2, video.tokens)
+
+
+def _gradients(bench: Bench, video: Video, *, compile: bool) -> dict[str, Any]:
+    """Compare the gradients of all weights with those of uncompiled blocks; one that is not finite differs by inf."""
+    expected = _Passes(bench, video, "full").gradients()
+    found = _Passes(bench, video, "selective", compile=compile).gradients()
+    differences = {key: float((found[key] - g).norm() / g.norm()) for key, g in expected.items()}
+    differences = {key: d if math.isfinite(d) else math.inf for key, d in differences.items()}
+    worst = max(differences, key=lambda key: differences[key])
+    return {"gradient_difference": differences[worst], "worst_weight": worst}
 
 
 def _decode(bench: Bench, config: EncoderConfig) -> dict[str, Any]:
@@ -437,6 +468,8 @@ def _in_words(found: dict[str, Any]) -> str:
         "peak_gib": "peak {:.1f} GiB",
         "over_bare_calls": "{:.3f} of its calls alone",
         "warm_seconds": "{:.0f} s of steps before it",
+        "gradient_difference": "gradients differ by at most {:.2g} of their norm",
+        "worst_weight": "in {}",
         "largest_log_ratio": "largest log-ratio {:.2g}",
         "clip_range": "clip range {:g}",
         "clipped_share": "{:.1%} of the transitions clipped",

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from helpers import ALONE, small_model
 from torch._inductor import async_compile
 
@@ -39,3 +40,11 @@ def test_a_run_that_calls_no_compiler_starts_none(compile, backend, started, mon
     monkeypatch.setattr(blocks, "BACKEND", backend)
     Backbone(small_model(), ALONE, compile=compile)
     assert not started
+
+
+def test_reductions_of_compiled_blocks_follow_no_timing_and_all_gradients_are_written(started):
+    inductor = torch._inductor.config
+    with inductor.patch({"deterministic": False, "triton.mix_order_reduction": True, "emulate_precision_casts": False}):
+        Backbone(small_model(), ALONE, compile=True)
+        assert inductor.deterministic and inductor.emulate_precision_casts
+        assert not inductor.triton.mix_order_reduction

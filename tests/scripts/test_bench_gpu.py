@@ -114,7 +114,7 @@ def test_it_needs_no_package_that_it_does_not_use():
 
 
 def test_an_unknown_section_is_named(tmp_path):
-    with pytest.raises(SystemExit, match="network: the sections are log_ratio, forward"):
+    with pytest.raises(SystemExit, match="network: the sections are gradients, log_ratio, forward"):
         bench_gpu.main(tmp_path, only=("network",))
 
 
@@ -139,6 +139,7 @@ def test_the_toy_run(tmp_path, monkeypatch):
     written = json.loads((tmp_path / "bench.json").read_text())
     rows = {row["name"]: row for row in written["rows"]}
     assert not any("failed" in row for row in written["rows"])
+    assert next(row["gradient_difference"] for row in written["rows"] if row["section"] == "gradients") == 0
     forward, both = rows["32x32x5, uncompiled"], rows["32x32x5, uncompiled, recomputing full"]
     # MATH: products of the input's layers have no gradient of their input counted apart, so a pass is exactly thrice.
     assert both["model_tflop"] == pytest.approx(3 * forward["model_tflop"])

@@ -155,9 +155,7 @@ class _Graphs:
         """
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)  # "context_fn is passed"
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # parallel.tf32 decides
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
-        torch._functorch.config.force_non_lazy_backward_lowering = True
-        torch._inductor.config.emulate_precision_casts = True
+        _configure()
         inner = _kept_products(forward) if how == "selective" else forward
         graph = torch.compile(inner, fullgraph=True, dynamic=False, backend=BACKEND)
         uncompiled = _recomputed(forward, how, adapter) if how == "selective" else forward
@@ -181,6 +179,19 @@ class _Graphs:
             raise (UserError(reason) if of_user else error) from error
         self._off = True
         self._failed(f"{reason}. They run uncompiled from here on")
+
+
+def _configure() -> None:
+    """Set what torch's compiler does in this process."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+    torch._functorch.config.force_non_lazy_backward_lowering = True
+    inductor = torch._inductor.config
+    inductor.emulate_precision_casts = True
+    # Reductions are not chosen by measured time: passes with and without gradient, and those of a resumed run, would
+    # add in another order.
+    inductor.deterministic = True
+    # It leaves parts of the gradients of scale_shift_table and of the time embedding unwritten (pytorch issue 193061).
+    inductor.triton.mix_order_reduction = False
 
 
 def _why(error: Exception) -> str:
