@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from unified_trainer.basics.effects import WRITES
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.ranges import MAY_CHANGE, CountOrZero, Gibibytes
+from unified_trainer.basics.ranges import MAY_CHANGE, CountOrZero, Gibibytes, NonNegative
 from unified_trainer.parallel.device import has_channels_last
 
 
@@ -32,6 +32,9 @@ class EncoderConfig:
     offload: Annotated[bool, MAY_CHANGE] = False
     """Keep text encoder and VAE in CPU memory, and copy them to the device while they are used. A training step then
     makes all samples before it scores any, so that the VAE is copied once. Changes no result."""
+    embedded_guidance: NonNegative | None = None
+    """Guidance scale that a network takes as an input, as FLUX.1-dev does; by default the one that the pipeline's call has.
+    Refused for networks that take none."""
     cache: Annotated[str, MAY_CHANGE, WRITES] = ""
     """Folder for the embeddings of prompts on a disk that all ranks share; several runs may share it too. By default
     prompt_embeddings in the run directory."""

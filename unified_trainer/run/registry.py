@@ -108,14 +108,25 @@ def family_named(name: str, where: str, key: str = "the model family", path: str
     """
     if name not in FAMILIES:
         offered = installed("families")
-        if name not in offered:
-            have = ", ".join(sorted({*FAMILIES, *offered}))
-            raise UserError(f"{where}: {name} is not supported; have {have}, or name a family of yours by --families")
-        FAMILIES[name] = offered[name]
+        FAMILIES[name] = offered[name] if name in offered else _family_of_pipeline(name, where)
     family = FAMILIES[name]
     if isinstance(family, str):
         family = FAMILIES[name] = load_object(family, key, path)
     return family
+
+
+def _family_of_pipeline(name: str, where: str) -> Family:
+    """Return the family that learns from the call of a pipeline class of diffusers; UserError for another name."""
+    import diffusers
+
+    if not name.endswith("Pipeline") or name not in dir(diffusers):
+        raise UserError(
+            f"{where}: {name} is no pipeline of diffusers {diffusers.__version__}; update diffusers, or name a family of "
+            "yours by --families"
+        )
+    from unified_trainer.models.pipeline.family import pipeline_family
+
+    return pipeline_family(name)
 
 
 def open_model(

@@ -1,0 +1,168 @@
+"""Calls of a pipeline that are watched: what its network, its scheduler and its VAE are given."""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image as Picture
+from torch import Tensor, nn
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.models.pipeline.facts import Size
+
+STEPS = 4  # of a call: enough to tell a line from a curve
+OFF = {"guidance_scale": 1.0, "true_cfg_scale": 1.0, "guidance_rescale": 0.0, "stg_scale": 0.0}
+SIZES = {"num_frames": 0, "frames": 0, "height": 1, "width": 2}  # arguments of the call, and their place in a size
+PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt")
+
+
+class ProbeError(UserError):
+    """A pipeline whose call does not say what the trainer must know."""
+
+
+class _Reached(Exception):
+    """The call reached what it was made for."""
+
+
+@dataclass
+class Seen:
+    """What passed in one call of a pipeline."""
+
+    inputs: list[dict[str, Any]] = field(default_factory=list)  # of the network, by name
+    outputs: list[Any] = field(default_factory=list)
+    steps: list[tuple[Any, Tensor, Tensor]] = field(default_factory=list)  # the scheduler's velocity, latents, result
+    sigmas: Tensor = field(default_factory=lambda: torch.empty(0))
+    given_levels: bool = False
+    decoded: tuple[Tensor, tuple[Any, ...], dict[str, Any]] | None = None  # the arguments of the VAE's decode
+
+
+@dataclass
+class _Stepped:
+    """What a scheduler's step returns."""
+
+    prev_sample: Tensor
+
+    def __getitem__(self, place: int) -> Tensor:
+        return (self.prev_sample,)[place]
+
+
+class Pipeline:
+    """A pipeline of diffusers whose call is watched; guidance is off as `no_guidance` says."""
+
+    def __init__(self, folder: Path, pipe: Any, networks: Sequence[str]) -> None:
+        self.folder, self.pipe, self.networks = folder, pipe, networks
+        self.names = inspect.signature(type(pipe).__call__).parameters
+        self.no_guidance = {name: value for name, value in OFF.items() if name in self.names}
+
+    def refuse(self, why: str) -> ProbeError:
+        """Return the error of a pipeline that cannot be trained, which names it."""
+        return ProbeError(f"{self.folder}: {type(self.pipe).__name__} {why}")
+
+    @contextmanager
+    def using(self, parts: Mapping[str, nn.Module], device: torch.device) -> Iterator[None]:
+        """Call the pipeline on a device with these networks in place of those without memory."""
+        before = {name: self.pipe.components[name] for name in parts}
+        try:
+            self.pipe.call_device = device
+            for name, part in parts.items():
+                setattr(self.pipe, name, part)
+            yield
+        finally:
+            self.pipe.call_device = torch.device("cpu")
+            for name, part in before.items():
+                setattr(self.pipe, name, part)
+
+    @property
+    def takes_image(self) -> bool:
+        """Whether each sample needs a condition image."""
+        return "image" in self.names and self.names["image"].default is inspect.Parameter.empty
+
+    def call(
+        self,
+        prompts: Sequence[str],
+        size: Size,
+        image: Picture.Image | None,
+        *,
+        samples: int = 1,
+        latents: Tensor | None = None,
+        stop: bool = False,
+        **options: Any,
+    ) -> Seen:
+        """Call the pipeline, with `samples` of each prompt; ProbeError for a call that fails.
+
+        `latents` are what each of two solver steps returns, up to the VAE's decoding. With `stop` the call ends at the
+        network's first call.
+        """
+        given: dict[str, Any] = dict(self.no_guidance)
+        given |= {name: size[place] for name, place in SIZES.items() if name in self.names}
+        given |= {"use_resolution_binning": False} if "use_resolution_binning" in self.names else {}
+        given |= {"image": image} if self.takes_image else {}
+        given |= {name: samples for name in PER_PROMPT if name in self.names and samples > 1} | options
+        given["output_type"] = "latent" if latents is None else "pt"
+        given["num_inference_steps"] = STEPS if latents is None else 2
+        seen, text = Seen(), prompts[0] if len(prompts) == 1 else list(prompts)
+        try:
+            with torch.no_grad(), self._watched(seen, latents, stop=stop):
+                self.pipe(prompt=text, generator=torch.Generator().manual_seed(1), **given)
+        except _Reached:
+            pass
+        except Exception as error:  # whatever a pipeline of diffusers raises says why it cannot be called so
+            where = f"{size[0]} frames of {size[1]} x {size[2]}"
+            raise self.refuse(f"cannot be called for {where}: {type(error).__name__}: {error}") from error
+        seen.sigmas = self.pipe.scheduler.sigmas
+        return seen
+
+    @contextmanager
+    def _watched(self, seen: Seen, latents: Tensor | None, *, stop: bool) -> Iterator[None]:
+        scheduler, vae = self.pipe.scheduler, self.pipe.vae
+        set_timesteps, euler = scheduler.set_timesteps, scheduler.step
+
+        def watched(network: nn.Module) -> Any:
+            forward, signature = network.forward, inspect.signature(network.forward)
+
+            def call(*inputs: Any, **named: Any) -> Any:
+                seen.inputs.append(dict(signature.bind(*inputs, **named).arguments))
+                if stop:
+                    raise _Reached
+                output = forward(*inputs, **named)
+                seen.outputs.append(output[0] if isinstance(output, tuple) else output.sample)
+                return output
+
+            return call
+
+        def step(velocity: Any, time: Any, x: Tensor, *more: Any, return_dict: bool = True, **named: Any) -> Any:
+            moved = euler(velocity, time, x, *more, return_dict=False, **named)[0]
+            seen.steps.append((velocity, x, moved))
+            moved = moved if latents is None else latents.to(x.dtype)
+            return _Stepped(moved) if return_dict else (moved,)
+
+        def levels(*inputs: Any, **named: Any) -> Any:
+            seen.given_levels = named.get("sigmas") is not None
+            return set_timesteps(*inputs, **named)
+
+        def decode(z: Tensor, *inputs: Any, **named: Any) -> Any:
+            seen.decoded = (z, inputs, named)
+            raise _Reached
+
+        levels.__signature__ = inspect.signature(set_timesteps)  # type: ignore[attr-defined]  # pipelines look at it
+        changed = [(scheduler, "step", step), (scheduler, "set_timesteps", levels)]
+        changed += [(network, "forward", watched(network)) for network in self._networks()]
+        changed += [(vae, "decode", decode)] if latents is not None else []
+        before = [(owner, name, vars(owner).get(name)) for owner, name, _ in changed]
+        for owner, name, value in changed:
+            vars(owner)[name] = value
+        try:
+            yield
+        finally:
+            for owner, name, value in before:
+                if value is None:
+                    del vars(owner)[name]
+                else:
+                    vars(owner)[name] = value
+
+    def _networks(self) -> list[nn.Module]:
+        return [self.pipe.components[name] for name in self.networks]

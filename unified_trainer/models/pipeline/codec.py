@@ -1,0 +1,263 @@
+"""Text encoders and VAE of any pipeline as a codec: prompts are encoded by the pipeline's own call."""
+
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import diffusers
+import torch
+import transformers
+from PIL import Image as Picture
+from torch import Tensor, nn
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import read_json
+from unified_trainer.basics.requests import Image
+from unified_trainer.basics.types import DTYPES, Condition, Latents, Video
+from unified_trainer.models.base import Prompt, Shape
+from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.folder import fingerprint, read_pretrained
+from unified_trainer.models.frozen_network import FrozenNetwork, channels_last
+from unified_trainer.models.image_tensors import ImageTensors
+from unified_trainer.models.pipeline.facts import BEHIND, Facts
+from unified_trainer.models.pipeline.known import known
+from unified_trainer.models.pipeline.model import ROWS
+from unified_trainer.models.pipeline.opening import NETWORKS, component_class
+from unified_trainer.models.pipeline.probe import SHORT, first_row, text_call
+from unified_trainer.models.prompt_embeddings import PromptEmbeddings
+from unified_trainer.models.prompt_tensors import Shapes, difference, stack
+from unified_trainer.parallel.device import rounds_products
+from unified_trainer.parallel.mesh import Mesh
+
+IMAGE_PARTS = ("vae", "image_encoder")  # components that encode condition images
+
+
+class PipelineCodec:
+    """The frozen components of a pipeline folder. A prompt's tensors are the network's arguments that follow from it.
+
+    The pipeline is called up to its network, each prompt alone, or beside a long one where only then it pads.
+    """
+
+    causal = False
+
+    def __init__(self, folder: Path, device: torch.device, config: EncoderConfig) -> None:
+        """Open a folder, of which no weight is read yet; UserError for settings that a pipeline does not take."""
+        self.folder, self._device, config = folder, device, config.on(device.type)
+        if config.vae_tile:
+            raise UserError(f"encoders.vae_tile: {folder} is opened by its pipeline, whose VAE is not tiled; set it to 0")
+        self._known, self._facts = known(folder), known(folder).any()
+        names = {name: value for name, value in read_json(folder / "model_index.json").items() if isinstance(value, list)}
+        parts = {
+            name: component_class(folder / "model_index.json", *value)
+            for name, value in names.items()
+            if not name.startswith("_") and value[0] is not None
+        }
+        self._names = {name for name in parts if name not in (*NETWORKS, "vae", "scheduler")}
+        networks = {name: kind for name, kind in parts.items() if issubclass(kind, nn.Module) and name not in NETWORKS}
+        dtypes = {name: DTYPES[config.text_precision] for name in networks} | {"vae": DTYPES[config.vae_precision]}
+
+        def reading(name: str) -> Callable[[], nn.Module]:
+            def read() -> nn.Module:
+                network = read_whole(networks[name], folder / name, dtypes[name])
+                if name == "vae" and config.vae_slicing:
+                    network.enable_slicing()
+                return channels_last(network) if name == "vae" and config.vae_channels_last else network
+
+            return read
+
+        self._parts = {
+            name: FrozenNetwork(reading(name), device, offload=config.offload, pinned=name == "vae") for name in networks
+        }
+        self._settings = f"{config.text_precision} {config.vae_precision}"
+        guidance = self._known.pipeline.names.get("guidance_scale")
+        self._guidance = config.embedded_guidance
+        if self._guidance is not None and not self._facts.guidance:
+            raise UserError(f"encoders.embedded_guidance: the network of {folder} takes no guidance; leave it out")
+        if self._guidance is None and guidance is not None:
+            self._guidance = float(guidance.default)
+        self.text_shapes: Shapes = {name: argument.shape for name, argument in self._facts.text.items()}
+        self.text_shapes |= {name + ROWS: () for name, argument in self._facts.text.items() if argument.listed}
+        tf32 = rounds_products() and config.text_precision == "fp32"
+        encoder = f"{self._identity()} {config.text_precision} {device.type} {tf32} {self.text_shapes}"
+        self._embeddings = PromptEmbeddings(self._embed, encoder, self.text_shapes, config)
+        self._images = ImageTensors(config)
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device, config: EncoderConfig) -> Self:
+        """Open a folder and read the VAE; other networks are read when they are first used."""
+        codec = cls(folder, device, config)
+        codec._parts["vae"].load()
+        return codec
+
+    @cached_property
+    def text_fingerprint(self) -> str:
+        files = fingerprint(*(self.folder / name for name in sorted(self._names)))
+        return f"{self._facts.pipeline} {self._settings} {files}"
+
+    @cached_property
+    def video_fingerprint(self) -> str:
+        return f"{self._facts.pipeline} {self._settings} {fingerprint(self.folder / 'vae')}"
+
+    def latent_shape(self, frames: int, height: int, width: int) -> Shape:
+        return self._known.of_size((frames, height, width)).shape
+
+    # Prompts
+
+    def prompts(self, prompts: Sequence[str]) -> list[Prompt]:
+        return self._embeddings.rows(prompts)
+
+    def remember(self, prompt: str, tensors: Prompt) -> None:
+        self._embeddings.store(prompt, tensors)
+
+    def encode_text(self, prompts: Sequence[str]) -> Condition:
+        return self.text_condition(self.prompts(prompts))
+
+    def text_condition(self, prompts: Sequence[Prompt]) -> Condition:
+        tensors = stack(prompts, self.text_shapes)
+        if self._facts.guidance:
+            assert self._guidance is not None  # from the setting or the pipeline
+            tensors[self._facts.guidance] = torch.full((len(prompts),), self._guidance * self._facts.guidance_factor)
+        return Condition(tensors).map(lambda x: x.to(self._device, non_blocking=True))
+
+    def text_difference(self, prompt: str, tensors: Prompt) -> float:
+        return difference(self.prompts([prompt])[0], tensors)
+
+    def encode_ahead(self, prompts: Sequence[str], mesh: Mesh) -> str:
+        distinct = list(dict.fromkeys(prompts))
+        counts = self._embeddings.encode_ahead(distinct, mesh)
+        for name in self._text_parts():
+            self._parts[name].free()
+        said = f"text encoder: {len(distinct)} distinct prompts, {counts.found} encoded before, {counts.encoded} now"
+        rest = f"{counts.left} when they are drawn" if counts.left else "not in memory"
+        return f"{said}, {rest}; embeddings in {self._embeddings.place}"
+
+    def _embed(self, prompts: Sequence[str]) -> Generator[Prompt, None, None]:
+        facts = self._facts
+        black = Picture.new("RGB", (facts.size[2], facts.size[1]))
+        with self._calling(self._text_parts()) as pipeline:
+            for prompt in prompts:
+                given = text_call(pipeline, prompt, facts.size, black, paired=facts.paired).inputs[0]
+                self._check_constants(given, prompt)
+                tensors: dict[str, Tensor] = {}
+                for name, argument in facts.text.items():
+                    # a mask that is left out marks all rows
+                    row = torch.ones(argument.shape) if given[name] is None else first_row(given[name])
+                    tensors[name] = row.to(argument.dtype).cpu()
+                    if argument.listed:
+                        tensors[name + ROWS] = torch.tensor(len(row))
+                yield tensors
+
+    def _check_constants(self, given: Mapping[str, Any], prompt: str) -> None:
+        """Raise UserError if this prompt changes an argument that was learned to follow from no prompt."""
+        for name, value in self._facts.constants.items():
+            if isinstance(value, Tensor) and isinstance(given.get(name), Tensor):
+                held = given[name][: len(value)].cpu() if name in self._facts.replicated else given[name].cpu()
+                if held.shape != value.shape or not torch.equal(held, value):
+                    raise UserError(
+                        f"{self.folder}: {self._facts.pipeline} makes {name} of the prompt {prompt!r}, which it did not "
+                        "make of others: this prompt cannot be trained with this pipeline"
+                    )
+
+    # Images
+
+    def encode_images(self, images: Sequence[tuple[Image, ...]], latent_shape: Shape) -> Condition:
+        """Return the network's arguments that follow from each sample's image."""
+        return self._images.condition(images, latent_shape, self._encode_image).map(lambda x: x.to(self._device))
+
+    def first_frames(self, latents: Latents) -> Condition:
+        raise UserError(f"{self.folder}: this network needs the first frames of clips, not their latents")
+
+    def _encode_image(self, image: Image, latent_shape: Shape) -> dict[str, Tensor]:
+        facts = self._known.of_shape(latent_shape)
+        picture = image.picture(*facts.size[1:])
+        parts = [name for name in IMAGE_PARTS if name in self._parts]
+        with self._calling(parts) as pipeline:
+            given = pipeline.call([SHORT], facts.size, picture, stop=True).inputs[0]
+        if facts.channels:
+            dim, latents = facts.channels
+            held = given[facts.latents]
+            given[BEHIND] = held.narrow(dim, latents, held.shape[dim] - latents)
+        return {name: first_row(given[name]).to(argument.dtype).cpu() for name, argument in facts.images.items()}
+
+    # Latents
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        with self._parts["vae"].in_use():
+            yield
+
+    def encode(self, video: Video) -> Latents:
+        return self.normalise(self.encode_raw(video))
+
+    @torch.no_grad()
+    def encode_raw(self, video: Video) -> Latents:
+        pixels = video.to(self._device) * 2 - 1
+        with self._parts["vae"].in_use() as vae:
+            pixels = (pixels[:, :, 0] if self._facts.flat else pixels).to(vae.dtype)
+            held = vae.encode(pixels, return_dict=False)[0]
+            raw = (held if isinstance(held, Tensor) else held.mean).float()
+        return raw[:, :, None] if self._facts.flat else raw
+
+    def normalise(self, raw: Latents) -> Latents:
+        facts = self._of(raw)
+        return (raw.to(self._device) - facts.shift.to(self._device)) / facts.scale.to(self._device)
+
+    def raw(self, latents: Latents) -> Latents:
+        facts = self._of(latents)
+        return latents.to(self._device) * facts.scale.to(self._device) + facts.shift.to(self._device)
+
+    def decode(self, latents: Latents) -> Video:
+        facts, raw = self._of(latents), self.raw(latents)
+        with self._parts["vae"].in_use() as vae:
+            words = {
+                name: value.to(raw).expand(len(raw), *value.shape[1:]).to(vae.dtype) if isinstance(value, Tensor) else value
+                for name, value in facts.decode.items()
+            }
+            raw = (raw[:, :, 0] if facts.flat else raw).to(vae.dtype)
+            video = vae.decode(raw, return_dict=False, **words)[0]
+        video = video[:, :, None] if facts.flat else video
+        return (video.float() / 2 + 0.5).clamp(0, 1)
+
+    def decoder(self) -> Callable[[Latents], Video]:
+        return torch.no_grad()(self.decode)
+
+    def _of(self, latents: Latents) -> Facts:
+        return self._known.of_shape((latents.shape[1], latents.shape[2], latents.shape[3], latents.shape[4]))
+
+    # Components
+
+    def _text_parts(self) -> list[str]:
+        return [name for name in self._parts if name not in IMAGE_PARTS]
+
+    @contextmanager
+    def _calling(self, names: Sequence[str]) -> Iterator[Any]:
+        """Let the pipeline be called with these networks, on the device."""
+        with ExitStack() as uses:
+            parts = {name: uses.enter_context(self._parts[name].in_use()) for name in names}
+            uses.enter_context(self._known.pipeline.using(parts, self._device))
+            yield self._known.pipeline
+
+    def _identity(self) -> str:
+        """Return what the tensors of a prompt depend on: names, sizes and times of files, and library versions."""
+        files = [file for name in sorted(self._names) for file in sorted((self.folder / name).rglob("*")) if file.is_file()]
+        facts = [(str(file.relative_to(self.folder)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        versions = f"torch {torch.__version__}, transformers {transformers.__version__}, diffusers {diffusers.__version__}"
+        return f"{versions}, {facts}"
+
+
+def read_whole(kind: Any, folder: Path, dtype: torch.dtype) -> nn.Module:
+    """Read a network; UserError, which names weights, unless the folder holds exactly its weights, all finite."""
+    diffused = issubclass(kind, diffusers.ModelMixin)
+    options = {"torch_dtype": dtype} if diffused else {"dtype": dtype}
+    network, info = read_pretrained(kind, folder, use_safetensors=True, output_loading_info=True, **options)
+    for said, key in (("lacks", "missing_keys"), ("holds unknown", "unexpected_keys"), ("has another size of", "mismatched_keys")):
+        if info[key]:
+            names = sorted(map(str, info[key]))
+            raise UserError(f"{folder} {said} {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}")
+    for name, weight in network.state_dict().items():
+        if not math.isfinite(float(weight.float().sum())) and not bool(weight.isfinite().all()):
+            raise UserError(f"{folder}: weight {name} holds a value that is not finite")
+    return network

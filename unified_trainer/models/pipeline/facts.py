@@ -1,0 +1,75 @@
+"""What a pipeline's call says about its network, its conditions and its VAE."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unified_trainer.models.base import Shape
+
+Place = tuple[int, int]  # a dimension, and how many of its first channels are meant
+Size = tuple[int, int, int]  # frames, height and width in pixels
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of the network that has a row for each sample, which follows from its prompt or its image."""
+
+    shape: tuple[int, ...]  # the largest, without the sample axis
+    dtype: torch.dtype
+    listed: bool = False  # whether the network takes a list of tensors, each as long as its prompt
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What holds at one size. Our latents are [c, t, h, w] as the VAE has them, the native ones the pipeline's own."""
+
+    pipeline: str
+    size: Size
+    latents: str  # the argument with the noisy latents
+    native: tuple[int, ...]  # shape of one sample
+    shape: Shape
+    order: Tensor | None  # place in the flattened native latents of each of ours; None: they are in the same order
+    channels: Place | None  # where the argument holds the latents, if it holds other channels behind them
+    listed_shape: tuple[int, ...] | None  # of one sample, where the argument is a list of samples
+    time: str  # the argument with the time: slope w + offset, where w is sigma without the shift `warp`
+    slope: float
+    offset: float
+    warp: float
+    time_shape: tuple[int, ...]  # of one sample, where each token has a time
+    sign: float  # velocity = sign x output
+    output: Place | None  # the output's channels that are the velocity, if it has others
+    text: Mapping[str, Argument]
+    images: Mapping[str, Argument]  # what follows from a condition image; BEHIND is the channels behind the latents
+    paired: bool  # whether prompts are encoded beside a long one, so that all are padded to one length
+    constants: Mapping[str, Any]  # all other arguments; BEHIND may be one
+    replicated: tuple[str, ...]  # those of them that have a row, or an item, for each sample
+    scale: Tensor  # the VAE decodes scale x latents + shift, [c, 1, 1, 1] or [c, t, h, w]
+    shift: Tensor
+    flat: bool  # whether the VAE takes images [b, c, h, w]
+    decode: Mapping[str, Any]  # further arguments of its decode
+    given_levels: bool  # whether the pipeline gives its scheduler the levels before the shift
+    guidance: str  # the argument of guidance that is embedded in the network; "": none
+    guidance_factor: float
+    features: tuple[int | None, int, int]  # the middle block's output: its place in a tuple, channels and tokens
+    no_guidance: Mapping[str, float]  # arguments of the call that turn guidance off
+
+    def __str__(self) -> str:
+        """Return the facts in words."""
+        time = f"{self.slope:.6g} sigma" + (f" + {self.offset:.6g}" if self.offset else "")
+        time += f", sigma without a shift of {self.warp:.6g}" if self.warp != 1 else ""
+        behind = ", with other channels behind them" if self.channels else ""
+        parts = [
+            f"latents: {self.latents} {[*self.native]}{behind}",
+            f"time: {self.time} = {time}{' for each token' if self.time_shape else ''}",
+            f"velocity: {'-' if self.sign < 0 else ''}output",
+            f"prompt: {', '.join(self.text)}",
+        ]
+        parts += [f"image: {', '.join(self.images)}"] if self.images else []
+        parts += [f"guidance in the network: {self.guidance}"] if self.guidance else []
+        return "; ".join(parts)
+
+
+BEHIND = "channels behind the latents"

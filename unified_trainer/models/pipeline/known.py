@@ -1,0 +1,61 @@
+"""The facts of a pipeline folder: learned once for each size of video, in each process."""
+
+import functools
+import itertools
+from pathlib import Path
+
+from unified_trainer.models.base import Shape
+from unified_trainer.models.pipeline.calls import Pipeline, ProbeError
+from unified_trainer.models.pipeline.facts import Facts, Size
+from unified_trainer.models.pipeline.opening import open_pipeline
+from unified_trainer.models.pipeline.probe import learn
+
+FRAMES, SIDES = (1, 5, 9, 17), (32, 64, 128, 256, 512)  # of the small videos that a pipeline is tried on
+
+
+class Known:
+    """What is known of a folder's pipeline."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._facts = folder, dict[Size, Facts]()
+
+    @functools.cached_property
+    def pipeline(self) -> Pipeline:
+        """The pipeline, whose networks have no memory."""
+        return open_pipeline(self._folder)
+
+    def of_size(self, size: Size) -> Facts:
+        """Return the facts at a size in pixels; UserError for a size that the pipeline does not make."""
+        if size[0] > 1 and not {"num_frames", "frames"} & self.pipeline.names.keys():
+            raise self.pipeline.refuse(f"makes images: set --video.frames 1 instead of {size[0]}")
+        if size not in self._facts:
+            self._facts[size] = learn(self.pipeline, size)
+        return self._facts[size]
+
+    def any(self) -> Facts:
+        """Return the facts at the size that was asked for first, or at a small one."""
+        for size in [] if self._facts else itertools.product(FRAMES, SIDES, SIDES):
+            if size[1] != size[2] or (size[0] == 1) == bool({"num_frames", "frames"} & self.pipeline.names.keys()):
+                continue
+            try:
+                return self.of_size(size)
+            except ProbeError as error:
+                last = error
+        if not self._facts:
+            raise last
+        return next(iter(self._facts.values()))
+
+    def of_shape(self, shape: Shape) -> Facts:
+        """Return the facts of latents [c, t, h, w]."""
+        for facts in self._facts.values():
+            if facts.shape == shape:
+                return facts
+        like = self.any()
+        space, time = like.size[1] // like.shape[2], (like.size[0] - 1) // max(1, like.shape[1] - 1)
+        return self.of_size((1 + (shape[1] - 1) * time, shape[2] * space, shape[3] * space))
+
+
+@functools.cache
+def known(folder: Path) -> Known:
+    """Return what is known of a folder."""
+    return Known(folder)

@@ -1,0 +1,87 @@
+"""A pipeline folder of diffusers, opened with networks without memory."""
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from accelerate import init_empty_weights
+from diffusers import FlowMatchEulerDiscreteScheduler
+from safetensors import safe_open
+from torch import nn
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import read_json
+from unified_trainer.models.pipeline.calls import Pipeline
+from unified_trainer.models.pipeline.without_memory import WithoutMemory
+
+NETWORKS = ("transformer", "transformer_2")
+
+
+def open_pipeline(folder: Path) -> Pipeline:
+    """Open a folder: networks answer without memory, everything else is read; UserError for what cannot be opened."""
+    file = folder / "model_index.json"
+    index, memory = read_json(file), WithoutMemory()
+    kind = component_class(file, "diffusers", index["_class_name"])
+    parts: dict[str, Any] = {}
+    for name, value in index.items():
+        if name.startswith("_"):
+            continue
+        named = isinstance(value, list) and len(value) == 2
+        if not named or value[0] is None:
+            parts[name] = None if named else value
+            continue
+        part = component_class(file, *value)
+        if name == "scheduler":
+            parts[name] = flow_scheduler(folder / name)
+        elif issubclass(part, nn.Module):
+            parts[name] = memory.prepare(outline(part, folder / name, buffers=name == "vae"))
+        else:
+            parts[name] = part.from_pretrained(folder / name)
+    networks = [name for name in NETWORKS if isinstance(parts.get(name), nn.Module)]
+    if not networks or not isinstance(parts.get("vae"), nn.Module):
+        raise UserError(f"{file}: a pipeline needs a transformer and a vae, and this one has {', '.join(parts)}")
+    # the device of a pipeline is that of its networks, and those without memory have none
+    called = {"_execution_device": property(lambda pipe: pipe.call_device), "call_device": torch.device("cpu")}
+    pipe = type(kind.__name__, (kind,), called)(**parts)
+    pipe.set_progress_bar_config(disable=True)
+    return Pipeline(folder, pipe, networks)
+
+
+def component_class(file: Path, library: str, name: str) -> Any:
+    """Return the class of a component, of diffusers or transformers alone: what a folder names elsewhere is not run."""
+    homes: list[Any] = [transformers] if library == "transformers" else [diffusers]
+    homes += [vars(diffusers.pipelines)[library]] if library in vars(diffusers.pipelines) else []
+    for home in homes:
+        if name in dir(home):
+            return getattr(home, name)
+    raise UserError(f"{file}: {library}.{name} is no class of diffusers {diffusers.__version__} or transformers")
+
+
+def outline(kind: Any, folder: Path, *, buffers: bool = False) -> nn.Module:
+    """Return a network on the meta device; with `buffers` those that its files hold are read."""
+    with init_empty_weights(include_buffers=False):
+        if issubclass(kind, diffusers.ModelMixin):
+            network = kind.from_config(kind.load_config(folder))
+        else:  # the masks of other kinds of attention depend on values
+            network = kind._from_config(kind.config_class.from_pretrained(folder), attn_implementation="eager")
+    for file in folder.glob("*.safetensors") if buffers else ():
+        with safe_open(file, "pt") as held:
+            names = set(held.keys())
+            for name, table in network.named_buffers():
+                if name in names:
+                    table.copy_(held.get_tensor(name))
+    return network
+
+
+def flow_scheduler(folder: Path) -> FlowMatchEulerDiscreteScheduler:
+    """Return the folder's scheduler with Euler's law; UserError for one that is not of flow matching."""
+    config = read_json(folder / "scheduler_config.json")
+    name = config.get("_class_name", "")
+    if name == "FlowMatchEulerDiscreteScheduler":
+        return FlowMatchEulerDiscreteScheduler.from_config(config)
+    flows = config.get("use_flow_sigmas") or config.get("prediction_type") == "flow_prediction"
+    if flows or name.startswith("FlowMatch"):
+        return FlowMatchEulerDiscreteScheduler(shift=config.get("flow_shift") or config.get("shift") or 1.0)
+    raise UserError(f"{folder / 'scheduler_config.json'}: {name} is no scheduler of flow matching")

@@ -1,0 +1,361 @@
+"""What follows from a pipeline's calls: `learn` makes a few, with networks without memory, and compares what passed."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image as Picture
+from torch import Tensor, nn
+
+from unified_trainer.models.base import Shape
+from unified_trainer.models.pipeline.calls import STEPS, Pipeline, ProbeError, Seen
+from unified_trainer.models.pipeline.facts import BEHIND, Argument, Facts, Place, Size
+
+SHORT = "a cat"
+LONG = 'a red circle and a blue square above the words "moving left", ' * 100  # longer than any pipeline takes
+COLORS = (200, 30, 30), (30, 90, 200)
+DIGIT = 1024  # indices pass through a pipeline as two digits, which float32 holds exactly
+
+
+def learn(pipeline: Pipeline, size: Size) -> Facts:
+    """Return what the pipeline's calls say at one size; ProbeError, which names an argument, for what does not fit."""
+    image, other_image = (Picture.new("RGB", size[:0:-1], color) for color in COLORS)
+    guidance, factor = _guidance(pipeline, size, image)
+    one = pipeline.call([SHORT], size, image)
+    latents, channels, listed = _latents(pipeline, one)
+    time, line, time_shape = _time(pipeline, one, latents)
+    sign, output = _output(pipeline, one)
+    _check_euler(pipeline, one)
+    arguments = _Arguments.of(
+        pipeline, size, (image, other_image), one, {latents: channels, time: None, guidance: None}
+    )
+    vae = _VAE.of(pipeline, size, image, one.steps[0][1])
+    slope, offset, warp = line
+    return Facts(
+        pipeline=type(pipeline.pipe).__name__,
+        size=size,
+        latents=latents,
+        native=tuple(one.steps[0][1].shape[1:]),
+        shape=vae.shape,
+        order=vae.order,
+        channels=channels,
+        listed_shape=listed,
+        time=time,
+        slope=slope,
+        offset=offset,
+        warp=warp,
+        time_shape=time_shape,
+        sign=sign,
+        output=output,
+        text=arguments.text,
+        images=arguments.images,
+        paired=arguments.paired,
+        constants=arguments.constants,
+        replicated=arguments.replicated,
+        scale=vae.scale,
+        shift=vae.shift,
+        flat=vae.flat,
+        decode=vae.words,
+        given_levels=one.given_levels,
+        guidance=guidance,
+        guidance_factor=factor,
+        features=_features(pipeline, size, image, {x.shape[0] for x in arguments.text.values() if x.shape}),
+        no_guidance=dict(pipeline.no_guidance),
+    )
+
+
+def text_call(pipeline: Pipeline, prompt: str, size: Size, image: Picture.Image | None, *, paired: bool) -> Seen:
+    """Call the pipeline up to its network; `first_rows` of the arguments are the prompt's."""
+    return pipeline.call([prompt, LONG] if paired else [prompt], size, image, stop=True)
+
+
+def first_row(value: Any) -> Tensor:
+    """Return the first sample's part of an argument: a tensor [b, ...] or a list of b tensors."""
+    return value[0]
+
+
+def _guidance(pipeline: Pipeline, size: Size, image: Picture.Image) -> tuple[str, float]:
+    """Turn guidance off; return the argument of guidance that is embedded in the network, and its factor."""
+    guider = pipeline.pipe.components.get("guider")
+    if guider is not None:
+        pipeline.pipe.guider = type(guider)(guidance_scale=1.0)
+    for scale in (1.0, 0.0):  # the two scales that pipelines call off
+        if "guidance_scale" in pipeline.no_guidance:
+            pipeline.no_guidance["guidance_scale"] = scale
+        seen = pipeline.call([SHORT], size, image)
+        if _is_single(seen):
+            break
+    else:
+        raise pipeline.refuse(f"calls its network {len(seen.inputs)} times in {STEPS} steps without guidance")
+    if "guidance_scale" not in pipeline.names:
+        return "", 1.0
+    more = pipeline.call([SHORT], size, image, guidance_scale=scale + 2)
+    for name, value in more.inputs[0].items() if _is_single(more) else ():
+        before = seen.inputs[0][name]
+        if isinstance(value, Tensor) and value.numel() == 1 and float(value) != float(before):
+            return name, float(value) / (scale + 2)
+    return "", 1.0
+
+
+def _is_single(seen: Seen) -> bool:
+    """Whether the network was called once in each step, on the samples alone."""
+    return len(seen.inputs) == len(seen.steps) == STEPS and len(stacked(seen.outputs[0])) == len(seen.steps[0][1])
+
+
+def _latents(pipeline: Pipeline, seen: Seen) -> tuple[str, Place | None, tuple[int, ...] | None]:
+    named, sample = seen.inputs[0], seen.steps[0][1]
+    for name, value in named.items():
+        if _is_list(value):
+            if sum(x.numel() for x in value) == sample.numel() and _same(stacked(value).reshape(sample.shape), sample):
+                return name, None, tuple(value[0].shape)
+        elif isinstance(value, Tensor) and value.is_floating_point():
+            if value.shape == sample.shape and _same(value, sample):
+                return name, None, None
+            for place in _wider(value, sample):
+                if _same(value.narrow(place[0], 0, place[1]), sample):
+                    return name, place, None
+    shapes = ", ".join(f"{name} {[*value.shape]}" for name, value in named.items() if isinstance(value, Tensor))
+    raise pipeline.refuse(f"gives its network no argument that holds its latents {[*sample.shape]}: {shapes}")
+
+
+def _wider(value: Tensor, part: Tensor) -> list[Place]:
+    """Return the dimension in which a tensor is larger than the part, if that is one, and the part's size there."""
+    if value.dim() != part.dim():
+        return []
+    other = [dim for dim in range(value.dim()) if value.shape[dim] != part.shape[dim]]
+    return [(dim, part.shape[dim]) for dim in other if len(other) == 1 and dim and value.shape[dim] > part.shape[dim]]
+
+
+def _time(pipeline: Pipeline, seen: Seen, latents: str) -> tuple[str, tuple[float, float, float], tuple[int, ...]]:
+    sigmas = seen.sigmas[:STEPS].double().cpu()
+    for name, value in seen.inputs[0].items():
+        if name == latents or not isinstance(value, Tensor) or value.dtype == torch.bool or not value.numel():
+            continue
+        each = [call[name].double().flatten() for call in seen.inputs]
+        times = torch.stack([one[0] for one in each])
+        if len(times.unique()) == STEPS and all(bool((one == one[0]).all()) for one in each):
+            line = _line(sigmas, times)
+            if line is not None:
+                return name, line, tuple(value.shape[1:])
+    raise pipeline.refuse(f"gives its network no argument that follows the noise levels {sigmas.tolist()}")
+
+
+def _line(sigmas: Tensor, times: Tensor) -> tuple[float, float, float] | None:
+    """Return slope, offset and warp of times = slope w + offset, with w = sigma / (warp - (warp - 1) sigma)."""
+    u = times / (1000 if float(times.abs().max()) > 2 else 1)  # the level before a shift s: s u / (1 + (s - 1) u)
+    inner = (u > 0.01) & (u < 0.99)
+    warps = [1.0, float((sigmas * (1 - u) / (u * (1 - sigmas)))[inner].mean())] if bool(inner.any()) else [1.0]
+    for warp in warps:
+        w = sigmas / (warp - (warp - 1) * sigmas)
+        fitted = torch.linalg.lstsq(torch.stack([w, torch.ones_like(w)], 1), times[:, None]).solution[:, 0]
+        slope, offset = (round(x, 3) + 0.0 for x in fitted.tolist())
+        if float((slope * w + offset - times).abs().max()) <= 1e-3 * float(times.abs().max()):  # some are integers
+            return slope, offset, warp
+    return None
+
+
+def _output(pipeline: Pipeline, seen: Seen) -> tuple[float, Place | None]:
+    made, given = stacked(seen.outputs[0]), stacked(seen.steps[0][0])
+    for sign in (1.0, -1.0):
+        if made.numel() == given.numel() and _same(sign * made.flatten(), given.flatten()):
+            return sign, None
+        for place in _wider(made, given):
+            if _same(sign * made.narrow(place[0], 0, place[1]), given):
+                return sign, place
+    raise pipeline.refuse(
+        f"makes the velocity {[*given.shape]} of the network's output {[*made.shape]} by more than a sign"
+    )
+
+
+def _features(
+    pipeline: Pipeline, size: Size, image: Picture.Image, text: set[int]
+) -> tuple[int | None, int, int]:
+    """Find the tokens of the sample in what the middle block returns: most tokens, but for those of a `text`."""
+    blocks, found = blocks_of(pipeline.pipe.components[pipeline.networks[0]]), list[tuple[int | None, int, int]]()
+
+    def note(_block: Any, _inputs: Any, output: Any) -> None:
+        parts = list(enumerate(output)) if isinstance(output, tuple) else [(None, output)]
+        tokens = [(x.shape[1:-1].numel(), place, x.shape[-1]) for place, x in parts if isinstance(x, Tensor)]
+        most, place, channels = max(tokens, key=lambda one: (one[0] not in text, one[0], one[1] or 0))
+        found.append((place, channels, most))
+
+    if not blocks:
+        raise pipeline.refuse("has a network without a list of blocks with attention")
+    hook = blocks[len(blocks) // 2].register_forward_hook(note)
+    try:
+        pipeline.call([SHORT], size, image)
+    finally:
+        hook.remove()
+    return found[0]
+
+
+def blocks_of(network: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the blocks of a network in the order of its lists: those that hold attention."""
+    lists = [part for part in network.children() if isinstance(part, nn.ModuleList)]
+    return tuple(
+        block for part in lists for block in part if any("Attention" in type(m).__name__ for m in block.modules())
+    )
+
+
+def _check_euler(pipeline: Pipeline, seen: Seen) -> None:
+    """Raise ProbeError unless every solver step is Euler's, x + (next sigma - sigma) velocity."""
+    sigmas = seen.sigmas.double().tolist()
+    for (velocity, x, moved), sigma, following in zip(seen.steps, sigmas, sigmas[1:], strict=False):
+        change = (following - sigma) * stacked(velocity).double().reshape(x.shape)
+        if not _same(x.double() + change, moved):
+            raise pipeline.refuse("does not follow the probability flow by Euler steps")
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """The network's arguments beside latents and time, by what they follow."""
+
+    text: Mapping[str, Argument]
+    images: Mapping[str, Argument]
+    paired: bool
+    constants: Mapping[str, Any]
+    replicated: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        pipeline: Pipeline,
+        size: Size,
+        images: tuple[Picture.Image, Picture.Image],
+        one: Seen,
+        known: Mapping[str, Place | None],
+    ) -> "_Arguments":
+        """Compare calls with another prompt, two samples and another image; `known` are the other arguments."""
+        image, other_image = images
+        first, long = one.inputs[0], pipeline.call([LONG], size, image, stop=True).inputs[0]
+        two = _of_two(pipeline, size, image)
+        rows = {name for name, value in two.items() if _rows(value) == 2 * (_rows(first[name]) or 0) > 0}
+        long = {name: first[name] if value is None else value for name, value in long.items()}
+        paired = any(isinstance(first[name], Tensor) and first[name].shape != long[name].shape for name in rows)
+        if paired:
+            first, long = (text_call(pipeline, prompt, size, image, paired=True).inputs[0] for prompt in (SHORT, LONG))
+            rows |= {name for name, value in first.items() if isinstance(value, Tensor) and one.inputs[0][name] is None}
+            long = {
+                name: torch.ones_like(first[name]) if value is None and name in rows else value
+                for name, value in long.items()
+            }
+        seen = text_call(pipeline, SHORT, size, other_image, paired=paired).inputs[0]
+        if place := next((place for place in known.values() if place), None):
+            latents = next(iter(known))
+            for held in (first, long, seen):
+                held[BEHIND] = held[latents].narrow(place[0], place[1], held[latents].shape[place[0]] - place[1])
+            rows |= {BEHIND}
+        others = {name: value for name, value in first.items() if name not in known}
+        text = {name for name, value in others.items() if name in rows and _differ(value, long[name], row=True)}
+        from_image = {name for name, value in others.items() if pipeline.takes_image and _differ(value, seen[name])}
+        rows |= {name for name in from_image if isinstance(others[name], Tensor) and len(others[name]) == 1}
+        if both := text & from_image:
+            raise pipeline.refuse(f"makes {', '.join(sorted(both))} of prompt and image together")
+        for name in others.keys() - rows:
+            if name in from_image or _differ(others[name], long[name]):
+                raise pipeline.refuse(f"gives its network {name}, which follows from the sample but has no row for it")
+        fixed = {name: value for name, value in others.items() if name not in text | from_image}
+        replicated = tuple(name for name in fixed if name in rows)
+        return cls(
+            {name: _argument(others[name], long[name]) for name in others if name in text},
+            {name: _argument(others[name], seen[name]) for name in others if name in from_image},
+            paired,
+            {name: value[:1] if name in replicated else value for name, value in fixed.items()},
+            replicated,
+        )
+
+
+def _of_two(pipeline: Pipeline, size: Size, image: Picture.Image) -> dict[str, Any]:
+    """Return the network's arguments for two samples of one prompt and image."""
+    try:
+        return pipeline.call([SHORT], size, image, samples=2, stop=True).inputs[0]
+    except ProbeError:  # several pipelines take one sample of a prompt, but several prompts
+        return pipeline.call([SHORT, SHORT], size, image, stop=True).inputs[0]
+
+
+def _rows(value: Any) -> int | None:
+    """Return the number of rows or items of an argument; None if it has none."""
+    return len(value) if isinstance(value, (list, tuple)) or (isinstance(value, Tensor) and value.dim()) else None
+
+
+def _argument(value: Any, longest: Any) -> Argument:
+    row = first_row(longest)
+    return Argument(tuple(row.shape), row.dtype, _is_list(value))
+
+
+def _differ(a: Any, b: Any, *, row: bool = False) -> bool:
+    """Whether two arguments differ, or with `row` those of the first sample."""
+    if a is None or b is None:
+        return a is not b
+    if row:
+        a, b = first_row(a), first_row(b)
+    if isinstance(a, Tensor):
+        return a.shape != b.shape or not torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return len(a) != len(b) or any(_differ(x, y) for x, y in zip(a, b, strict=True))
+    return isinstance(a, (int, float, str)) and a != b
+
+
+@dataclass(frozen=True)
+class _VAE:
+    """How the pipeline turns its latents into what its VAE decodes."""
+
+    shape: Shape
+    order: Tensor | None
+    scale: Tensor
+    shift: Tensor
+    flat: bool
+    words: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, size: Size, image: Picture.Image, sample: Tensor) -> "_VAE":
+        """Send zeros, ones and indices through the pipeline's own end; `sample` are latents of one sample."""
+
+        vae = pipeline.pipe.components["vae"]
+        signature = inspect.signature(vae.decode)
+        words = [name for name in list(signature.parameters)[1:] if name not in ("return_dict", "generator")]
+
+        def decoded(x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            seen = pipeline.call([SHORT], size, image, latents=x)
+            if seen.decoded is None:
+                raise pipeline.refuse("decodes its latents by something else than the decode of its VAE")
+            z, inputs, named = seen.decoded
+            made = stacked(vae.decode(z, *inputs, **named | {"return_dict": False})[0])
+            if (made.shape[2] if made.dim() == 5 else 1, *made.shape[-2:]) != size:
+                raise pipeline.refuse(f"makes {[*made.shape[2:]]} where {[*size]} was asked for")
+            bound = signature.bind(z, *inputs, **named).arguments
+            return z.double(), {name: value for name, value in bound.items() if name in words}
+
+        index = torch.arange(sample.numel()).reshape(sample.shape)
+        shift, words = decoded(torch.zeros_like(sample))
+        scale = decoded(torch.ones_like(sample))[0] - shift
+        low, high = (((decoded(part.to(sample))[0] - shift) / scale) for part in (index % DIGIT, index // DIGIT))
+        order = (low.round() + DIGIT * high.round()).flatten()
+        if order.numel() != sample.numel() or len(order.unique()) != len(order):
+            raise pipeline.refuse(
+                f"gives its VAE {order.numel()} numbers of {sample.numel()} latents, which are no reordering of them"
+            )
+        flat = shift.dim() == 4
+        if flat:
+            shift, scale = shift[:, :, None], scale[:, :, None]
+        of_channel = [x[0, :, :1, :1, :1] for x in (scale, shift)]
+        if not all(_same(x[0], y.expand_as(x[0])) for x, y in zip((scale, shift), of_channel, strict=True)):
+            of_channel = [scale[0], shift[0]]  # as FLUX.2 has a number for each place of a patch
+        reordered = not torch.equal(order.long(), torch.arange(len(order)))
+        shape = (shift.shape[1], shift.shape[2], shift.shape[3], shift.shape[4])
+        return cls(shape, order.long() if reordered else None, *(x.float() for x in of_channel), flat, words)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(one, Tensor) for one in value)
+
+
+def stacked(value: Any) -> Tensor:
+    """Return a list of tensors as one."""
+    return torch.stack(list(value)) if isinstance(value, (list, tuple)) else value
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return bool(torch.allclose(a.double(), b.double(), atol=1e-4, rtol=1e-4))
