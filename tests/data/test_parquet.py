@@ -341,7 +341,7 @@ def test_a_loader_is_closed_while_rows_are_read(codec, tmp_path, monkeypatch):
 
 
 def embeddings(codec, count: int = 3) -> list[torch.Tensor]:
-    return codec._embeddings.rows([f"caption {i}" for i in range(count)])
+    return [prompt["text"] for prompt in codec.prompts([f"caption {i}" for i in range(count)])]
 
 
 def own_codec(asked: list[str], **settings) -> WanCodec:
@@ -409,5 +409,5 @@ def test_files_whose_embeddings_have_no_shape_say_why_they_are_not_used(codec, t
 
 
 def test_an_embedding_longer_than_the_model_takes_is_refused(codec):
-    with pytest.raises(UserError, match="a text embedding has 17 tokens, but this model takes 16"):
-        codec.text_condition([torch.ones(17, 32)])
+    with pytest.raises(UserError, match=r"a prompt has text .* \[17, 32\], expected .* \[1, 32\] to \[16, 32\]"):
+        codec.text_condition([{"text": torch.ones(17, 32)}])

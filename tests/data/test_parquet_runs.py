@@ -24,7 +24,7 @@ def clips(tmp_path_factory):
     raw = codec.raw(rendered.encoded)
     for name, part in (("a", slice(0, 12)), ("b", slice(12, COUNT))):
         captions = list(rendered.prompts[part])
-        text = codec._embeddings.rows(captions)
+        text = [prompt["text"] for prompt in codec.prompts(captions)]
         more = {"caption": captions, "encoder": codec.text_fingerprint, "rows": 4}
         write_clips(folder / f"{name}.parquet", raw[part], text, **more)
     return folder

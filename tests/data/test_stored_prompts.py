@@ -100,9 +100,9 @@ def test_files_that_name_no_encoder_or_hold_no_embeddings_are_prompts_alone(text
             NotFiniteError,
             "holds a value that is not finite",
         ),
-        ("text_embedding_shape", lambda shape: [shape[0] * 2, shape[1] // 2], UserError, r"expected .* \[tokens, 32\]"),
-        ("text_embedding_shape", lambda shape: [1, *shape], UserError, r"shape \[1, 16, 32\]; expected"),
-        ("text_embedding_dtype", lambda kind: "int32", UserError, "a text embedding of type int32"),
+        ("text_embedding_shape", lambda shape: [shape[0] * 2, shape[1] // 2], UserError, r"expected .* to \[16, 32\]"),
+        ("text_embedding_shape", lambda shape: [1, *shape], UserError, r"\[1, 16, 32\], expected"),
+        ("text_embedding_dtype", lambda kind: "int32", UserError, "has text torch.int32"),
     ],
 )
 def test_damage_is_named_with_file_and_row(texts, tmp_path, codec, column, change, error, message):

@@ -283,7 +283,7 @@ def test_another_vae_has_another_fingerprint(tmp_path):
 
 
 def test_embeddings_have_no_padding(codec):
-    short, long = codec.embeddings(["a", "a red circle moving left"])
+    short, long = (prompt["text"] for prompt in codec.prompts(["a", "a red circle moving left"]))
     padded = codec.encode_text(["a", "a red circle moving left"])["text"]
     assert len(short) < len(long) <= codec.text_tokens == padded.shape[1]
     assert torch.equal(padded[1, : len(long)], long) and not padded[1, len(long) :].any()

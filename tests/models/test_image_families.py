@@ -329,11 +329,11 @@ def frames_of(videos: torch.Tensor) -> torch.Tensor:
 def test_padding_of_a_prompt_is_masked(qwen):
     """The velocity is that of the unpadded embedding, and stored embeddings, which are padded, have the same mask."""
     codec = codec_of(CASES["qwen-image"], qwen)
-    model, embeddings = model_of(QWEN_IMAGE, qwen), codec.embeddings(PROMPTS)
+    model, embeddings = model_of(QWEN_IMAGE, qwen), [one["text"] for one in codec.prompts(PROMPTS)]
     x, sigma, _ = model.example()
     padded = codec.encode_text(PROMPTS)
     assert padded["text_mask"].sum(1).tolist() == [len(one) for one in embeddings] and len(embeddings[0]) < 24
-    again = codec.text_condition(list(padded["text"]))
+    again = codec.text_condition([{"text": row} for row in padded["text"]])
     assert torch.equal(again["text_mask"], padded["text_mask"])
     with torch.no_grad():
         for row, one in enumerate(embeddings):
@@ -717,7 +717,7 @@ def test_plan_knows_the_sizes_of_a_folder_and_of_the_published_model(case, folde
     codec = codec_of(case, folder)
     assert found.size.parameters == sum(p.numel() for p in model.network.parameters())
     assert found.size.blocks == tuple(sum(p.numel() for p in block.parameters()) for block in model.blocks)
-    assert (found.text_tokens, found.text_width) == (codec.text_tokens, codec.text_width)
+    assert found.text_shapes == codec.text_shapes
     latents = case.family.latent_shape(folder, *shape)
     assert found.latent_shape(*shape) == latents
     assert found.pass_size(latents).tokens == case.family.tokens(folder, latents)

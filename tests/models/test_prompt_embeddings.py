@@ -105,18 +105,18 @@ def encoding(asked: list[str], size: int = 4):
     def encode(prompts):
         for prompt in prompts:
             asked.append(prompt)
-            yield torch.full((size, 1), float(prompt))
+            yield {"text": torch.full((size, 1), float(prompt))}
 
     return encode
 
 
 def of_size(asked, folder="", memory=1.0, disk=1.0) -> PromptEmbeddings:
     config = EncoderConfig(cache=str(folder), cache_memory_gib=memory, cache_disk_gib=disk)
-    return PromptEmbeddings(encoding(asked), "an encoder", 1, config)
+    return PromptEmbeddings(encoding(asked), "an encoder", {"text": (4, 1)}, config)
 
 
 def values(rows) -> list[float]:
-    return [float(row[0, 0]) for row in rows]
+    return [float(row["text"][0, 0]) for row in rows]
 
 
 def test_the_least_recently_used_prompt_leaves_memory():
@@ -200,12 +200,12 @@ def swap(file: Path) -> None:
     file.write_bytes(other.read_bytes())
 
 
-def holds(embedding: torch.Tensor):
+def holds(embedding: torch.Tensor, name: str = "text"):
     """Return a damage: the file holds this embedding, with its checksum."""
 
     def change(file: Path) -> None:
-        about = {"prompt": "2", "crc32": prompt_embeddings._crc32(embedding)}
-        save_file({prompt_embeddings.NAME: embedding}, file, about)
+        about = {"prompt": "2", "crc32": prompt_embeddings._crc32({name: embedding})}
+        save_file({name: embedding}, file, about)
 
     return change
 
@@ -213,7 +213,9 @@ def holds(embedding: torch.Tensor):
 CHANGED = [torch.full((4, 1), torch.nan), torch.ones(4, 3), torch.ones(4), torch.ones(0, 1), torch.ones(4, 1).int()]
 
 
-@pytest.mark.parametrize("damage", [cut, flip, empty, without_checksum, swap, *map(holds, CHANGED)])
+@pytest.mark.parametrize(
+    "damage", [cut, flip, empty, without_checksum, swap, holds(torch.ones(4, 1), "embedding"), *map(holds, CHANGED)]
+)
 def test_a_damaged_file_is_written_again(tmp_path, damage):
     asked: list[str] = []
     of_size(asked, tmp_path).encode_ahead(["1", "2"], ALONE)
@@ -228,8 +230,8 @@ def test_a_damaged_file_is_written_again(tmp_path, damage):
 
 @pytest.mark.parametrize("embedding", CHANGED)
 def test_an_embedding_of_another_encoder_is_not_stored(tmp_path, embedding):
-    with pytest.raises(UserError, match=r"an embedding \w+ \[.*\], expected finite numbers \[tokens, 1\]"):
-        of_size([], tmp_path).store("a", embedding)
+    with pytest.raises(UserError, match=r"a prompt has text .* \[.*\], expected finite numbers \[1, 1\] to \[4, 1\]"):
+        of_size([], tmp_path).store("a", {"text": embedding})
     assert not files_of(tmp_path)
 
 

@@ -41,16 +41,16 @@ class ClassCodec:
 
     folder = Path()
     text_fingerprint = video_fingerprint = "classes"
-    text_tokens = text_width = 1
+    text_shapes = {"label": (1,)}
     causal = True
 
     def latent_shape(self, frames, height, width):
         return SHAPE
 
-    def embeddings(self, *_):
+    def prompts(self, *_):
         raise NotImplementedError("classes are not stored in files")
 
-    remember = text_condition = text_difference = embeddings
+    remember = text_condition = text_difference = prompts
 
     def encode_text(self, prompts):
         return Condition({"label": torch.tensor([int(prompt[-1]) if prompt else ANY for prompt in prompts])})

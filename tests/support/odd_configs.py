@@ -63,7 +63,7 @@ def wan_codec(folder: Path) -> list[torch.Tensor]:
     codec = WanCodec.load(folder, CPU, EncoderConfig())
     draw = torch.Generator().manual_seed(0)
     video = codec.decode(torch.randn(1, *shape, generator=draw))
-    return [*codec.embeddings(["a red circle moving left"]), video, codec.encode(video)]
+    return [codec.prompts(["a red circle moving left"])[0]["text"], video, codec.encode(video)]
 
 
 def hpsv3(folder: Path) -> list[torch.Tensor]:

@@ -115,7 +115,7 @@ def step(place: str, *, offload: bool) -> dict[str, object]:
         reward = Reward({"colors": scorer}, codec, RewardConfig(kind="colors", offload=offload))
         reward._part = functools.partial(_noted, reward._part, found["score"], now)
         ids = tuple(range(4))
-        empty = codec.text_condition([torch.zeros(1, codec.text_width)] * 4)
+        empty = codec.text_condition([{"text": torch.zeros(1, codec.text_shapes["text"][1])}] * 4)
         batch = Batch(Request.of([""] * 4), ids, ids, SHAPE, empty, empty)
         before = now()
         made = LocalRollouts(sample, reward, 1, place, score_last=offload).samples(batch, 0, Streams(0, 0))

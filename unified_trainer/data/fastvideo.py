@@ -1,15 +1,22 @@
 """The columns of FastVideo's parquet files: each tensor is three columns, its bytes, shape and dtype."""
 
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
 
+from unified_trainer.basics.errors import NotFiniteError, UserError
 from unified_trainer.basics.types import Condition, Trajectory
 from unified_trainer.data.clips import VideoConfig
+from unified_trainer.models.base import Codec, Prompt
+from unified_trainer.models.prompt_tensors import Shapes, main_name, stack
 
-TEXT_ENCODER = "unified_trainer.text_encoder"  # key in a schema's metadata: the fingerprint of what made the embeddings
+# Keys in a schema's metadata: the fingerprint of what made the text embeddings, and further columns of prompts.
+TEXT_ENCODER, TEXT_COLUMNS = "unified_trainer.text_encoder", "unified_trainer.text_columns"
 
 FLOATS = ("float16", "float32", "float64")  # types of stored tensors
 IMAGE_TENSORS = {"clip": "clip_feature", "image": "first_frame_latent"}  # by the names of a condition's tensors
@@ -20,6 +27,20 @@ NETWORK_TIME = 1000  # files hold 1000 sigma in place of a noise level
 def columns_of(name: str) -> tuple[str, str, str]:
     """Return the names of the three columns of a tensor."""
     return f"{name}_bytes", f"{name}_shape", f"{name}_dtype"
+
+
+TEXT = columns_of("text_embedding")
+
+
+def text_columns(shapes: Shapes) -> dict[str, tuple[str, str, str]]:
+    """Return the columns of each tensor of a prompt: FastVideo's for the main one, others by the names of their own."""
+    return {name: TEXT if name == main_name(shapes) else columns_of(name) for name in shapes}
+
+
+def text_columns_in(schema: pa.Schema) -> list[str]:
+    """Return the columns of prompts that a file has."""
+    further = (schema.metadata or {}).get(TEXT_COLUMNS.encode(), b"").decode(errors="replace").split()
+    return [name for name in (*TEXT, *further) if name in schema.names]
 
 
 def _tensor(name: str) -> tuple[pa.Field, ...]:
@@ -50,12 +71,29 @@ ODE = pa.schema(
 )
 
 
-def t2v_row(name: str, caption: str, raw: Tensor, embedding: Tensor, video: VideoConfig) -> dict[str, object]:
-    """Return the row of a clip: raw latents [c, t, h, w] and an embedding [n, d] without padding."""
+def with_text(schema: pa.Schema, codec: Codec) -> pa.Schema:
+    """Return a schema for rows with the prompts of a codec, which names its text encoder."""
+    names = (name for name, columns in text_columns(codec.text_shapes).items() if columns != TEXT)
+    further = [field for name in names for field in _tensor(name)]
+    if taken := [field.name for field in further if field.name in schema.names]:
+        raise UserError(f"{codec.folder}: prompts have tensors whose columns files have already: {', '.join(taken)}")
+    named = {TEXT_COLUMNS: " ".join(field.name for field in further)} if further else {}
+    return pa.schema([*schema, *further]).with_metadata({TEXT_ENCODER: codec.text_fingerprint, **named})
+
+
+def text_of(prompt: Prompt, codec: Codec, *, padded: bool = False) -> dict[str, object]:
+    """Return the columns of a prompt, `padded` with zeros on request."""
+    if padded:
+        prompt = {name: rows[0] for name, rows in stack([prompt], codec.text_shapes).items()}
+    made = (_columns(columns, prompt[name]) for name, columns in text_columns(codec.text_shapes).items())
+    return dict(ChainMap(*made))
+
+
+def t2v_row(name: str, caption: str, raw: Tensor, video: VideoConfig) -> dict[str, object]:
+    """Return the row of a clip with raw latents [c, t, h, w], but for its text."""
     return {
         "id": name,
-        **_columns("vae_latent", raw),
-        **_columns("text_embedding", embedding),
+        **_columns(columns_of("vae_latent"), raw),
         "file_name": name,
         "caption": caption,
         "media_type": "video",
@@ -76,34 +114,40 @@ def image_columns(images: Condition) -> dict[str, object]:
     for name in (*IMAGE_TENSORS.values(), PICTURE):
         row |= zip(columns_of(name), (b"", [], ""), strict=True)
     for name, value in images.tensors.items():
-        row |= _columns(IMAGE_TENSORS[name], value[0])
+        row |= _columns(columns_of(IMAGE_TENSORS[name]), value[0])
     return row
 
 
-def text_only_row(name: str, caption: str, embedding: Tensor) -> dict[str, object]:
-    """Return the row of a prompt; its embedding [n, d] is padded with zeros."""
-    return {"id": name, **_columns("text_embedding", embedding), "caption": caption}
-
-
-def ode_row(name: str, caption: str, embedding: Tensor, trajectory: Trajectory) -> dict[str, object]:
-    """Return the row of one trajectory from pure noise, with a padded embedding [n, d].
+def ode_row(name: str, caption: str, trajectory: Trajectory) -> dict[str, object]:
+    """Return the row of one trajectory from pure noise, but for its text.
 
     FastVideo's state s is the one after the step from timestep s, so that the first state stands apart.
     """
     states = torch.cat([trajectory.states, trajectory.end[:, None]], 1)
     return {
         "id": name,
-        **_columns("text_embedding", embedding),
-        **_columns("trajectory_latents", states[:, 1:]),
-        **_columns("trajectory_timesteps", NETWORK_TIME * trajectory.sigmas),
+        **_columns(columns_of("trajectory_latents"), states[:, 1:]),
+        **_columns(columns_of("trajectory_timesteps"), NETWORK_TIME * trajectory.sigmas),
         "file_name": name,
         "caption": caption,
         "media_type": "text",
-        **_columns("initial_noise", states[0, 0]),
+        **_columns(columns_of("initial_noise"), states[0, 0]),
     }
 
 
-def _columns(name: str, value: Tensor) -> Mapping[str, object]:
-    """Return the columns of a tensor in float32: FastVideo reads nothing else, whatever the dtype column says."""
-    array = value.float().cpu().contiguous().numpy()
-    return dict(zip(columns_of(name), (array.tobytes(), list(array.shape), str(array.dtype)), strict=True))
+def read_tensor(place: str, column: str, data: Any, shape: Any, dtype: Any) -> Tensor:
+    """Return a tensor, floats in float32; UserError names place and column if it is damaged or not finite."""
+    try:
+        array = np.frombuffer(data, np.dtype(str(dtype))).reshape([*shape])
+        tensor = torch.from_numpy(array.astype(np.float32 if dtype in FLOATS else array.dtype))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{place} is damaged: {column} ({error})") from error
+    if not tensor.isfinite().all():
+        raise NotFiniteError(f"{place}: {column} holds a value that is not finite")
+    return tensor
+
+
+def _columns(columns: Sequence[str], value: Tensor) -> dict[str, object]:
+    """Return the columns of a tensor, floats in float32: FastVideo reads nothing else, whatever dtypes say."""
+    array = (value.float() if value.is_floating_point() else value).cpu().contiguous().numpy()
+    return dict(zip(columns, (array.tobytes(), list(array.shape), str(array.dtype)), strict=True))

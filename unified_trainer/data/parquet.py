@@ -3,21 +3,22 @@
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.basics.errors import NotFiniteError, UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Condition, Trajectory, of_kind
-from unified_trainer.data.parquet_files import TEXT, StoredFiles
+from unified_trainer.data.fastvideo import read_tensor, text_columns
+from unified_trainer.data.parquet_files import StoredFiles
 from unified_trainer.data.row_kinds import TrajectoryRows
-from unified_trainer.models.base import Codec, ImageEncoder
+from unified_trainer.models.base import Codec, ImageEncoder, Prompt
 from unified_trainer.parallel.mesh import Mesh
 
 SAMPLES = 4  # files of one text encoder whose first embedding is compared with the run's
@@ -25,10 +26,10 @@ TOLERANCE = 0.05  # norm of the difference over the norm; bf16 instead of fp32 m
 
 
 class Rows(NamedTuple):
-    """Some rows on the CPU: the values that their kind reads, and text embeddings."""
+    """Some rows on the CPU: the values that their kind reads, and tensors of prompts."""
 
     values: Float[Tensor, "b ..."]  # one `RowKind.value` for each row
-    text: list[Tensor]  # embeddings of the captions [n, d]; none if they are not used
+    text: Sequence[Prompt]  # of the captions; none if they are not used
     images: dict[str, Tensor]  # what was encoded of the condition images, by the names of a condition
 
 
@@ -49,8 +50,11 @@ class ParquetRows:
         self._thread = ThreadPoolExecutor(1, "clips")
         self._tables: dict[int, pa.Table] = {}  # of the row groups that are kept; only the thread looks at them
         self._asked: tuple[list[int], Future[Rows]] | None = None  # the rows that were asked for last
-        self._compared = [] if files.text_fault else _rows_to_compare(files, codec.text_fingerprint)
-        self._uses_text = None if self._compared else not files.text_fault  # None: not compared yet
+        self._text = text_columns(codec.text_shapes)
+        other = ", ".join(sorted(files.text ^ {*chain(*self._text.values())}))
+        self._text_fault = files.text_fault or (other and f"files and text encoder do not share {other}")
+        self._compared = [] if self._text_fault else _rows_to_compare(files, codec.text_fingerprint)
+        self._uses_text = None if self._compared else not self._text_fault  # None: not compared yet
 
     def __len__(self) -> int:
         return len(self._files.captions)
@@ -97,7 +101,7 @@ class ParquetRows:
             if not self._uses_text:
                 place = self._files.place(self._compared[worst])
                 said = f"that of {place} differs from the run's text encoder by {differences[worst]:.0%}"
-        said = self._files.text_fault or said
+        said = self._text_fault or said
         return f"text embeddings of data.path: {'used' if self._uses_text else 'captions are encoded instead'}; {said}"
 
     def close(self) -> None:
@@ -115,26 +119,27 @@ class ParquetRows:
 
     def _read(self, indices: Sequence[int]) -> Rows:
         """Read rows; the thread runs it."""
-        with_text = self._uses_text is not False
+        text = {} if self._uses_text is False else self._text
         places = [self._files.locate(row) for row in indices]
         needed = dict.fromkeys(group for group, _ in places)
         self._tables = {group: table for group, table in self._tables.items() if group in needed}
         for group in needed:
             if group not in self._tables:
-                self._tables[group] = self._read_row_group(group, with_text)
+                self._tables[group] = self._read_row_group(group, [*chain(*text.values())])
         rows = [(row, self._tables[group], within) for row, (group, within) in zip(indices, places, strict=True)]
         values = torch.stack([self._value(*row) for row in rows])
         images = {
             name: torch.stack([self._tensor(*row, columns) for row in rows])
             for name, columns in self._files.kind.images.items()
         }
-        return Rows(values, [self._tensor(*row, TEXT) for row in rows] if with_text else [], images)
+        prompts = [{name: self._tensor(*row, columns) for name, columns in text.items()} for row in rows]
+        return Rows(values, prompts, images)
 
-    def _read_row_group(self, number: int, with_text: bool) -> pa.Table:
+    def _read_row_group(self, number: int, text: Sequence[str]) -> pa.Table:
         group = self._files.row_groups[number]
         metadata = self._files.metadata[group.file]  # is not read again
         held = metadata.schema.to_arrow_schema().names
-        columns = [name for name in (*self._files.kind.tensors, *(TEXT if with_text else ())) if name in held]
+        columns = [name for name in (*self._files.kind.tensors, *text) if name in held]
         try:
             with pq.ParquetFile(group.file, metadata=metadata, page_checksum_verification=True) as opened:
                 return opened.read_row_group(group.number, columns=columns)
@@ -146,13 +151,8 @@ class ParquetRows:
 
     def _tensor(self, row: int, table: pa.Table, within: int, columns: Sequence[str]) -> Tensor:
         data, shape, dtype = (table[name][within] for name in columns)
-        try:
-            values = np.frombuffer(data.as_buffer(), np.dtype(dtype.as_py())).reshape(shape.as_py()).astype(np.float32)
-        except (AttributeError, TypeError, ValueError) as error:
-            raise UserError(f"data.path: {self._files.place(row)} is damaged: {columns[0]} ({error})") from error
-        if not np.isfinite(values).all():
-            raise NotFiniteError(f"data.path: {self._files.place(row)}: {columns[0]} holds a value that is not finite")
-        return torch.from_numpy(values)
+        place = f"data.path: {self._files.place(row)}"
+        return read_tensor(place, columns[0], data.as_buffer(), shape.as_py(), dtype.as_py())
 
 
 class ParquetClips(ParquetRows):
@@ -172,7 +172,8 @@ class ParquetFirstFrames(ParquetClips):
         if text is None:
             text = codec.encode_text([self._files.captions[row] for row in indices])
         if images := self._ask(indices).result().images:
-            return text.updated(Condition(images).map(lambda x: x.to(text["text"].device)))
+            device = next(iter(text.tensors.values())).device
+            return text.updated(Condition(images).map(lambda x: x.to(device)))
         return text.updated(codec.first_frames(self.latents(indices)))
 
 

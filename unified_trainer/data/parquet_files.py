@@ -3,7 +3,7 @@
 Each row has tensors of its kind (see row_kinds.py), a caption, and usually the caption's text embedding.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,12 +16,11 @@ import pyarrow.parquet as pq
 
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.data.batch_plan import largest_divisor
-from unified_trainer.data.fastvideo import FLOATS, IMAGE_TENSORS, TEXT_ENCODER, columns_of
+from unified_trainer.data.fastvideo import FLOATS, IMAGE_TENSORS, TEXT, TEXT_ENCODER, columns_of, text_columns_in
 from unified_trainer.data.parquet_columns import check_no_nulls, check_types
 from unified_trainer.data.row_kinds import RowKind
 from unified_trainer.data.tables import unreadable
 
-TEXT = columns_of("text_embedding")
 IMAGES = {columns_of(name)[0] for name in IMAGE_TENSORS.values()}  # of rows of kind i2v
 UNREAD = "warning: data.path has image conditions ({}), which the student does not read"
 THREADS = 8  # that read footers and captions at the start
@@ -51,6 +50,7 @@ class StoredFile:
     row_groups: list[RowGroup]
     text_encoder: str  # fingerprint of the encoder of the embeddings; empty if the file does not say
     text_fault: str  # why its text embeddings cannot be used; empty if they may
+    text: list[str]  # columns of prompts
     faults: list[str]  # rows that cannot be trained on
 
 
@@ -63,6 +63,7 @@ class StoredFiles:
         self.captions = tuple(caption for file in files for caption in file.captions)
         self.row_groups = tuple(group for file in files for group in file.row_groups)
         self.text_fault = next((file.text_fault for file in files if file.text_fault), "")
+        self.text = {name for file in files for name in file.text}
         columns = {name for file in files for name in file.columns}
         unread = [] if kind.images else sorted(columns & IMAGES)
         self.image_note = UNREAD.format(", ".join(unread)) if unread else ""
@@ -150,9 +151,10 @@ def _read(file: Path, kind: RowKind) -> StoredFile:
         with pq.ParquetFile(file) as opened:
             metadata, schema = opened.metadata, opened.schema_arrow
             columns = {field.name: str(field.type) for field in schema}
+            text = text_columns_in(schema)
             kind.check_columns(file, columns)
             if metadata.num_rows:  # a file without rows may have columns of no type
-                check_types(file, schema, ("caption", *kind.tensors, *TEXT))
+                check_types(file, schema, ("caption", *kind.tensors, *text))
             check_no_nulls(file, metadata, kind.tensors[0])
             small = [name for name in ("id", "caption", *kind.small, *TEXT[1:]) if name in columns]
             rows = opened.read(small).to_pylist()
@@ -163,8 +165,9 @@ def _read(file: Path, kind: RowKind) -> StoredFile:
     faults = ((place, _caption_fault(row) or kind.fault(place, row)) for place, row in zip(places, rows, strict=True))
     unusable = f"{file} holds none"
     if {*TEXT} <= columns.keys():
-        shapes = zip(places, (row[TEXT[1]] or [] for row in rows), strict=True)
-        unusable = next((f"{place} has one of shape {shape}" for place, shape in shapes if not _is_text(shape)), "")
+        shapes = ((place, row[TEXT[1]] or [0]) for place, row in zip(places, rows, strict=True))
+        empty = (f"{place} has one of shape {shape}" for place, shape in shapes if not all(n and n > 0 for n in shape))
+        unusable = next(empty, "")
         types = zip(places, (row[TEXT[2]] for row in rows), strict=True)
         if not unusable and (wrong := [(place, dtype) for place, dtype in types if dtype not in FLOATS]):
             raise UserError(
@@ -176,9 +179,10 @@ def _read(file: Path, kind: RowKind) -> StoredFile:
         columns,
         [str(row["id"]) for row in rows],
         [str(row["caption"]) for row in rows],
-        list(_row_groups(file, metadata, kind)),
+        list(_row_groups(file, metadata, {*kind.tensors, *text})),
         (metadata.metadata or {}).get(TEXT_ENCODER.encode(), b"").decode(errors="replace"),
         unusable,
+        text,
         [f"{place} {fault}" for place, fault in faults if fault],
     )
 
@@ -191,12 +195,8 @@ def _caption_fault(row: Mapping[str, Any]) -> str:
     return f"has a caption that {fault}" if fault else ""
 
 
-def _is_text(shape: Sequence[int]) -> bool:
-    return len(shape) == 2 and all(size is not None and size > 0 for size in shape)
-
-
-def _row_groups(file: Path, metadata: pq.FileMetaData, kind: RowKind) -> Iterator[RowGroup]:
-    first, read = 0, {*kind.tensors, *TEXT}
+def _row_groups(file: Path, metadata: pq.FileMetaData, read: Collection[str]) -> Iterator[RowGroup]:
+    first = 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         parts = [group.column(i) for i in range(group.num_columns)]

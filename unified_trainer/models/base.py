@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from unified_trainer.models.blueprint import Blueprint
 
 Shape = tuple[int, int, int, int]
+Prompt = Mapping[str, Tensor]  # of one prompt, without the sample axis, unpadded, on the CPU
 EXPERTS = ("transformer", "transformer_2")  # of high and of low noise; a folder of one network has the first alone
 
 
@@ -168,7 +169,7 @@ class Codec(Protocol):
     """Text to conditions, and pixels to normalised latents and back; frozen, one for all roles."""
 
     folder: Path
-    text_width: int  # channels of a text embedding
+    text_shapes: Mapping[str, tuple[int, ...]]  # by name, the largest (padded) shape of each tensor of a prompt
     causal: bool = True  # whether a decoded frame depends on no later latent, so that the first latent has the first
 
     @property
@@ -182,30 +183,23 @@ class Codec(Protocol):
     def video_fingerprint(self) -> str:
         """Identifies what latents depend on, but for rounding: VAE and precision; equal for copies of one folder."""
 
-    @property
-    def text_tokens(self) -> int:
-        """The number of tokens that the embedding of a prompt is padded to."""
-
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """Return channels, latent frames, height and width; raise UserError for a size that the VAE does not divide."""
 
-    def embeddings(self, prompts: Sequence[str]) -> list[Float[Tensor, "n d"]]:
-        """Return what `encode_text` pads and puts into conditions: float32 on the CPU, one for each prompt."""
+    def prompts(self, prompts: Sequence[str]) -> list[Prompt]:
+        """Return what `text_condition` pads and stacks."""
 
-    def remember(self, prompt: str, embedding: Float[Tensor, "n d"]) -> None:
-        """Use a stored embedding, of this text encoder, for a prompt that has not been encoded yet."""
+    def remember(self, prompt: str, tensors: Prompt) -> None:
+        """Use stored tensors, of this text encoder, for a prompt that has not been encoded yet."""
 
     def encode_text(self, prompts: Sequence[str]) -> Condition:
-        """Encode prompts, without gradient; a row is a function of its prompt alone, and may come from a cache."""
+        """Return `text_condition` of `prompts`; a row is a function of its prompt alone, and may come from a cache."""
 
-    def text_condition(self, embeddings: Sequence[Tensor]) -> Condition:
-        """Return the condition of stored embeddings [tokens, channels]; raise UserError for a shape that cannot be."""
+    def text_condition(self, prompts: Sequence[Prompt]) -> Condition:
+        """Return the condition of stored tensors on the device; raise UserError for names or shapes that cannot be."""
 
-    def text_difference(self, prompt: str, embedding: Tensor) -> float:
-        """Return how far a stored embedding is from that of the prompt: norm of the difference over the norm.
-
-        Infinite if their shapes differ; rows of zeros at the end do not count.
-        """
+    def text_difference(self, prompt: str, tensors: Prompt) -> float:
+        """Return how far stored tensors are from those of the prompt: see `models.prompt_tensors.difference`."""
 
     def encode_ahead(self, prompts: Sequence[str], mesh: Mesh) -> str:
         """Encode prompts that will be needed, each rank a share, and remove the text encoder from memory.

@@ -22,6 +22,4 @@ class Blueprint:
     # config of a transformer -> heads of self-attention, which sequence ranks divide; 1 refuses sequence ranks
     heads: Callable[[Mapping[str, Any]], int] = lambda config: 1
     images: bool = False  # whether all its videos have one frame
-    # config of a transformer -> channels of the embedding of a prompt; None: those of the widest text encoder
-    text_width: Callable[[Mapping[str, Any]], int] | None = None
     flow_map: type[DiffusersModel] | None = None  # class of the model of a flow map; None: the family has none

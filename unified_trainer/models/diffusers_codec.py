@@ -1,6 +1,5 @@
 """Text encoders of transformers and a VAE of diffusers as a codec: caches, padding, offload and normalisation."""
 
-import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -14,15 +13,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import Schema, read_as, read_json
 from unified_trainer.basics.types import DTYPES, Condition, Latents, Video
-from unified_trainer.models.base import Shape
+from unified_trainer.models.base import Prompt, Shape
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.folder import check_described, fingerprint, load_strictly, outline, read_tokenizer
 from unified_trainer.models.frozen_network import FrozenNetwork, channels_last
 from unified_trainer.models.layout import reading_config
 from unified_trainer.models.prompt_embeddings import PromptEmbeddings
+from unified_trainer.models.prompt_tensors import Shapes, difference, stack
 from unified_trainer.parallel.device import rounds_products
 from unified_trainer.parallel.mesh import Mesh
 
@@ -56,7 +55,6 @@ class DiffusersCodec:
         encoders = list(zip(self.text_classes, self.parts(folder, "text_encoder"), strict=True))
         sizes = [self.text_sizes(kind, part / "config.json") for kind, part in encoders]
         self.text_widths = [width for _, width in sizes]
-        self.text_width = self.joined_width(folder)
         for kind, part in encoders:
             check_described(kind, part, **described)
         self.folder, self._device = folder, device
@@ -65,12 +63,14 @@ class DiffusersCodec:
         if self.vae_schema is not None:
             read_as(self.vae_schema, folder / "vae" / "config.json")
         self._outline = outline(self.vae_class, folder / "vae")
-        self._text_tokens = self.text_rows([self.tokens_of(tokenizer) for tokenizer in self._tokenizers])
+        self.text_tokens = self.text_rows([self.tokens_of(tokenizer) for tokenizer in self._tokenizers])
+        width = self.joined_width(self.text_widths, lambda: read_json(folder / "transformer" / "config.json"))
+        self.text_shapes: Shapes = {"text": (self.text_tokens, width)}
         self._text_precision = config.text_precision
         self._vae_settings = config.vae_precision + (f" tiles {config.vae_tile}" if config.vae_tile else "")
-        settings: tuple[str | int, ...] = (config.text_precision, device.type, self._text_tokens)
+        settings: tuple[str | int, ...] = (config.text_precision, device.type, self.text_tokens)
         settings += ("tf32",) if rounds_products() and config.text_precision == "fp32" else ()
-        self._embeddings = PromptEmbeddings(self._embed, f"{self._identity()} {settings}", self.text_width, config)
+        self._embeddings = PromptEmbeddings(self._embed, f"{self._identity()} {settings}", self.text_shapes, config)
         mean, std = self.statistics(self._outline.config)
         self._mean, self._std = torch.tensor([mean, std]).view(2, 1, -1, 1, 1, 1).to(device)
 
@@ -123,9 +123,10 @@ class DiffusersCodec:
         """Return the embedding of a prompt, from those of all encoders in their order."""
         return embeddings[0]
 
-    def joined_width(self, folder: Path) -> int:
-        """Return the channels of the embedding of a prompt."""
-        return max(self.text_widths)
+    @classmethod
+    def joined_width(cls, widths: Sequence[int], network: Callable[[], Mapping[str, Any]]) -> int:
+        """Return the channels of the embedding of a prompt, from those of all encoders or the config of the network."""
+        return max(widths)
 
     @classmethod
     def text_rows(cls, tokens: Sequence[int]) -> int:
@@ -190,46 +191,31 @@ class DiffusersCodec:
     @cached_property
     def text_fingerprint(self) -> str:
         files = fingerprint(*self._text_parts())
-        return f"{self.name} {self._text_precision} {self._text_tokens} tokens {files}"
+        return f"{self.name} {self._text_precision} {self.text_tokens} tokens {files}"
 
     @cached_property
     def video_fingerprint(self) -> str:
         return f"{self.name} {self._vae_settings} {fingerprint(self.folder / 'vae')}"
 
-    @property
-    def text_tokens(self) -> int:
-        return self._text_tokens
-
     def tokens_of(self, tokenizer: PreTrainedTokenizerBase) -> int:
         """Return the most tokens that a prompt has with this tokenizer."""
         return int(min(self.longest_text, tokenizer.model_max_length - self.template_tokens))
 
-    def embeddings(self, prompts: Sequence[str]) -> list[Float[Tensor, "n d"]]:
-        return [row.float() for row in self._embeddings.rows([self.cleaned(prompt) for prompt in prompts])]
+    def prompts(self, prompts: Sequence[str]) -> list[Prompt]:
+        return self._embeddings.rows([self.cleaned(prompt) for prompt in prompts])
 
-    def remember(self, prompt: str, embedding: Float[Tensor, "n d"]) -> None:
-        self._embeddings.store(self.cleaned(prompt), embedding)
+    def remember(self, prompt: str, tensors: Prompt) -> None:
+        self._embeddings.store(self.cleaned(prompt), tensors)
 
     def encode_text(self, prompts: Sequence[str]) -> Condition:
-        return self.text_condition(self.embeddings(prompts))
+        return self.text_condition(self.prompts(prompts))
 
-    def text_condition(self, embeddings: Sequence[Tensor]) -> Condition:
-        longest = max(map(len, embeddings))
-        if longest > self._text_tokens:
-            raise UserError(f"a text embedding has {longest} tokens, but this model takes {self._text_tokens}")
-        if other := {row.shape[1] for row in embeddings} - {self.text_width}:
-            raise UserError(f"a text embedding has {min(other)} channels, but this model takes {self.text_width}")
-        text = torch.zeros(len(embeddings), self._text_tokens, self.text_width, device=embeddings[0].device)
-        for padded, row in zip(text, embeddings, strict=True):
-            padded[: len(row)] = row
+    def text_condition(self, prompts: Sequence[Prompt]) -> Condition:
+        text = stack(prompts, self.text_shapes)["text"]
         return Condition(self.named(text)).map(lambda x: x.to(self._device, non_blocking=True))
 
-    def text_difference(self, prompt: str, embedding: Tensor) -> float:
-        own = self.embeddings([prompt])[0]
-        stored, padding = embedding[: len(own)], embedding[len(own) :]
-        if stored.shape != own.shape or bool(padding.any()):
-            return math.inf
-        return float((stored - own).norm() / own.norm())
+    def text_difference(self, prompt: str, tensors: Prompt) -> float:
+        return difference(self.prompts([prompt])[0], tensors)
 
     def encode_ahead(self, prompts: Sequence[str], mesh: Mesh) -> str:
         distinct = list(dict.fromkeys(self.cleaned(prompt) for prompt in prompts))
@@ -240,12 +226,13 @@ class DiffusersCodec:
         return f"{said}, {rest}; embeddings in {self._embeddings.place}"
 
     @torch.no_grad()
-    def _embed(self, prompts: Sequence[str]) -> Generator[Tensor, None, None]:
+    def _embed(self, prompts: Sequence[str]) -> Generator[Prompt, None, None]:
         """Encode prompts one by one, because the rounding of a row can depend on the other rows of a batch."""
         with self._text_encoders.in_use() as encoders:
             for prompt in prompts:
                 parts = zip(encoders, self._tokenizers, strict=True)
-                yield self.joined([self.embed(encoder, tokenizer, prompt) for encoder, tokenizer in parts]).cpu()
+                text = self.joined([self.embed(encoder, tokenizer, prompt) for encoder, tokenizer in parts])
+                yield {"text": text.cpu()}
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
-"""The embeddings of prompts: each prompt is encoded once, and kept in memory and on disk up to a bound.
+"""The tensors of prompts: each prompt is encoded once, and kept in memory and on disk up to a bound.
 
-FOLDER/ENCODER/XX/HASH.safetensors   one prompt's embedding, without padding; HASH is the SHA-256 of the prompt, which
+FOLDER/ENCODER/XX/HASH.safetensors   one prompt's tensors, without padding; HASH is the SHA-256 of the prompt, which
                                      begins with XX, and ENCODER identifies what encoded it
 """
 
@@ -14,147 +14,130 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.models.base import Prompt
 from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.prompt_tensors import Shapes, misfit
 from unified_trainer.models.tensor_file import write_tensors
 from unified_trainer.parallel.mesh import Mesh
 
-NAME = "embedding"  # of the tensor in a file
+Encode = Callable[[Sequence[str]], Generator[Prompt, None, None]]
 LEFT = 86400  # seconds after which an unfinished file has no process that writes it
-Embedding = Float[Tensor, "n d"]  # n tokens, in the encoder's own dtype, on the CPU
 
 
 class Counts(NamedTuple):
     """The prompts that were encoded ahead, over all ranks."""
 
-    found: int  # embeddings that were on disk already
+    found: int  # prompts that were on disk already
     encoded: int
     left: int  # prompts that `cache_disk_gib` leaves no room for
 
 
 class PromptEmbeddings:
-    """The embeddings of prompts, read from memory, from disk, or else computed.
+    """The tensors of prompts in the encoder's own dtypes, read from memory, from disk, or else computed.
 
     A file that is damaged, of another prompt, or that another encoder wrote, is never used. What one rank or run writes
     at any moment, others may read: files appear complete, under their name, or not at all.
     """
 
-    def __init__(
-        self,
-        encode: Callable[[Sequence[str]], Generator[Embedding, None, None]],
-        encoder: str,
-        width: int,
-        config: EncoderConfig,
-    ) -> None:
-        """`encode` yields one embedding for each prompt, a function of the prompt alone, of `width` channels.
-
-        `encoder` identifies it.
-        """
-        self._encode, self._width = encode, width
+    def __init__(self, encode: Encode, encoder: str, shapes: Shapes, config: EncoderConfig) -> None:
+        """`encode` yields the tensors of each prompt, of it alone and of at most `shapes`; `encoder` names it."""
+        self._encode, self._shapes = encode, shapes
         self._encoder = hashlib.sha256(encoder.encode()).digest()
         self._root = Path(config.cache) if config.cache else None
         self._memory_bytes, self._disk_bytes = (
             int(gib * 2**30) for gib in (config.cache_memory_gib, config.cache_disk_gib)
         )
-        self._memory: dict[str, Embedding] = {}  # the least recently used first
+        self._memory: dict[str, Prompt] = {}  # the least recently used first
         self._used = 0  # bytes in memory
 
     @property
     def place(self) -> str:
-        """The folder of the embeddings, or memory."""
+        """The folder of the files, or memory."""
         return str(self._root or "memory")
 
-    def rows(self, prompts: Sequence[str]) -> list[Embedding]:
-        """Return the embeddings of the prompts, in order."""
-        embeddings = {prompt: self._held(prompt) for prompt in dict.fromkeys(prompts)}
-        if missing := [prompt for prompt, embedding in embeddings.items() if embedding is None]:
-            embeddings |= zip(missing, self._encode(missing), strict=True)
-        for prompt, embedding in embeddings.items():
-            self._remember(prompt, embedding)
-        return [embeddings[prompt] for prompt in prompts]
+    def rows(self, prompts: Sequence[str]) -> list[Prompt]:
+        """Return the tensors of the prompts, in order."""
+        known = {prompt: self._held(prompt) for prompt in dict.fromkeys(prompts)}
+        if missing := [prompt for prompt, tensors in known.items() if not tensors]:
+            known |= zip(missing, self._encode(missing), strict=True)
+        for prompt, tensors in known.items():
+            self._remember(prompt, tensors)
+        return [known[prompt] for prompt in prompts]
 
-    def store(self, prompt: str, embedding: Tensor) -> None:
-        """Keep an embedding that was made elsewhere, unless there is one of the prompt.
+    def store(self, prompt: str, tensors: Prompt) -> None:
+        """Keep tensors that were made elsewhere, unless there are some of the prompt.
 
-        Raise UserError for one that this encoder cannot have made.
+        Raise UserError for those that this encoder cannot have made.
         """
-        if not self._fits(embedding):
-            kind = f"{str(embedding.dtype).removeprefix('torch.')} {[*embedding.shape]}"
-            raise UserError(f"an embedding {kind}, expected finite numbers [tokens, {self._width}]")
-        if self._held(prompt) is None:
+        if said := misfit(tensors, self._shapes):
+            raise UserError(f"a prompt {said}")
+        if not self._held(prompt):
             if self._root is not None:
-                _write(self._file(self._root, prompt), prompt, embedding)
-            self._remember(prompt, embedding)
+                _write(self._file(self._root, prompt), prompt, tensors)
+            self._remember(prompt, tensors)
 
     def encode_ahead(self, prompts: Sequence[str], mesh: Mesh) -> Counts:
-        """Write the embeddings of distinct prompts to disk, each rank those of its share that are not there.
+        """Write the tensors of distinct prompts to disk, each rank those of its share that are not there.
 
         A collective. Nothing is encoded without a folder, or beyond the bound. Raise UserError for a folder that cannot
         be written into.
         """
         self._encoder = bytes(mesh.all_gather_cpu(torch.tensor([[*self._encoder]], dtype=torch.uint8))[0].tolist())
         share = prompts[mesh.rank :: mesh.size]
-        sizes = {prompt: held.nbytes for prompt in share if (held := self._read(prompt)) is not None}
+        sizes = {prompt: _nbytes(held) for prompt in share if (held := self._read(prompt))}
         missing = [prompt for prompt in share if prompt not in sizes]
         if mesh.is_main and self._root is not None:
             _remove_left(self._root / self._encoder.hex()[:16])
         room, written = self._disk_bytes // mesh.size - sum(sizes.values()), 0
         if missing and room > 0 and self._root is not None:
             with closing(self._encode(missing)) as encoded:
-                for prompt, embedding in zip(missing, encoded, strict=True):
-                    room -= embedding.nbytes
+                for prompt, tensors in zip(missing, encoded, strict=True):
+                    room -= _nbytes(tensors)
                     if room < 0:
                         break
-                    _write(self._file(self._root, prompt), prompt, embedding)
-                    self._remember(prompt, embedding)
+                    _write(self._file(self._root, prompt), prompt, tensors)
+                    self._remember(prompt, tensors)
                     written += 1
         counts = torch.tensor([[len(sizes), written, len(missing) - written]])
         return Counts(*mesh.all_gather_cpu(counts).sum(0).tolist())  # waits until the files of all ranks are there
 
-    def _held(self, prompt: str) -> Embedding | None:
-        held = self._memory.get(prompt)
-        return self._read(prompt) if held is None else held
+    def _held(self, prompt: str) -> Prompt:
+        return self._memory.get(prompt) or self._read(prompt)
 
-    def _remember(self, prompt: str, embedding: Embedding) -> None:
+    def _remember(self, prompt: str, tensors: Prompt) -> None:
         """Make a prompt the most recently used; drop the least recently used ones beyond the bound."""
         if self._memory.pop(prompt, None) is None:
-            self._used += embedding.nbytes
-        self._memory[prompt] = embedding
+            self._used += _nbytes(tensors)
+        self._memory[prompt] = tensors
         while self._used > self._memory_bytes:
-            self._used -= self._memory.pop(next(iter(self._memory))).nbytes
+            self._used -= _nbytes(self._memory.pop(next(iter(self._memory))))
 
     def _file(self, root: Path, prompt: str) -> Path:
         name = hashlib.sha256(prompt.encode()).hexdigest()
         return root / self._encoder.hex()[:16] / name[:2] / f"{name}.safetensors"
 
-    def _read(self, prompt: str) -> Embedding | None:
-        """Read an embedding; None if there is no file, a damaged one, or one of another prompt."""
+    def _read(self, prompt: str) -> Prompt:
+        """Read a file; nothing if there is none, a damaged one, or one of another prompt or of other tensors."""
         if self._root is None:
-            return None
+            return {}
         try:
             with safe_open(self._file(self._root, prompt), "pt") as file:
-                embedding, metadata = file.get_tensor(NAME), file.metadata() or {}
+                tensors, metadata = {name: file.get_tensor(name) for name in file.offset_keys()}, file.metadata() or {}
         except (OSError, SafetensorError):
-            return None
-        whole = metadata.get("prompt") == prompt and metadata.get("crc32") == _crc32(embedding)
-        return embedding if whole and self._fits(embedding) else None
-
-    def _fits(self, embedding: Tensor) -> bool:
-        """Whether these can be the numbers of an embedding of this encoder."""
-        of_encoder = embedding.is_floating_point() and embedding.ndim == 2 and embedding.shape[1] == self._width
-        return of_encoder and len(embedding) > 0 and bool(embedding.isfinite().all())
+            return {}
+        whole = metadata.get("prompt") == prompt and metadata.get("crc32") == _crc32(tensors)
+        return tensors if whole and not misfit(tensors, self._shapes) else {}
 
 
-def _write(file: Path, prompt: str, embedding: Embedding) -> None:
-    """Write an embedding atomically."""
+def _write(file: Path, prompt: str, tensors: Prompt) -> None:
+    """Write a file atomically."""
     building = file.with_suffix(f".{uuid.uuid4().hex}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(building, {NAME: embedding}, {"prompt": prompt, "crc32": _crc32(embedding)})
+        write_tensors(building, tensors, {"prompt": prompt, "crc32": _crc32(tensors)})
         building.replace(file)
     except (OSError, SafetensorError) as error:
         with suppress(OSError):
@@ -173,5 +156,10 @@ def _remove_left(folder: Path) -> None:
                 left.unlink()
 
 
-def _crc32(embedding: Tensor) -> str:
-    return str(zlib.crc32(embedding.contiguous().view(torch.uint8).numpy()))
+def _nbytes(tensors: Prompt) -> int:
+    return sum(x.nbytes for x in tensors.values())
+
+
+def _crc32(tensors: Prompt) -> str:
+    parts = (tensors[name].flatten().view(torch.uint8).numpy() for name in sorted(tensors))
+    return str(zlib.crc32(b"".join(parts)))

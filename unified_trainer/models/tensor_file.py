@@ -16,13 +16,14 @@ FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file of contiguous tensors, with the permissions that any new file has there.
+    """Write a safetensors file, with the permissions that any new file has there.
 
     Raises OSError or SafetensorError if it cannot be written.
     """
     file.touch()
     mode = file.stat().st_mode
-    save_file(dict(tensors), file, dict(metadata) if metadata else None)  # it replaces the file by one of mode 0600
+    held = {name: x.contiguous() for name, x in tensors.items()}
+    save_file(held, file, dict(metadata) if metadata else None)  # it replaces the file by one of mode 0600
     file.chmod(mode)
 
 

@@ -148,7 +148,7 @@ def _require_memory(run: RunConfig, plan: RunPlan, codec: Codec, mesh: Mesh) -> 
     states, algorithm = 0, run.algorithm
     if isinstance(algorithm, RolloutConfig) and algorithm.trajectories == "device":
         states = algorithm.kept_states(run.sampler)
-    size = 4 * samples * (codec.text_tokens * codec.text_width + states * math.prod(plan.latent_shape))
+    size = 4 * samples * (sum(map(math.prod, codec.text_shapes.values())) + states * math.prod(plan.latent_shape))
     what = f"a rank's share of a training step, {samples} samples ({prompts} x {num_samples}),"
     require_memory(size, mesh.device, what, f"lower {num_samples if num_samples != '1' else prompts}")
 

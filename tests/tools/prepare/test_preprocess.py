@@ -167,7 +167,7 @@ def test_a_run_takes_the_negative_prompt_beside_its_clips(encoded, run_folder, c
     words = [*SHORT, "--data.path", str(encoded), "--algorithm.batch-size", "3"]
     assert main([*words, "--output", str(run_folder)]) == 0
     ((prompt, embedding),) = taken
-    assert prompt == "" and torch.equal(embedding, codec.embeddings([""])[0])
+    assert prompt == "" and torch.equal(embedding["text"], codec.prompts([""])[0]["text"])
 
 
 def test_prompts_alone_become_padded_embeddings(tmp_path, codec):
@@ -312,7 +312,7 @@ def test_files_have_row_groups_of_modest_size(tmp_path):
         folder = tmp_path / str(size)
         folder.mkdir()
         written = ClipFolder(folder, T2V, 64)
-        row = t2v_row("a", "a caption", torch.zeros(1, 1, 1, size), torch.zeros(1, 1), SIZE)
+        row = t2v_row("a", "a caption", torch.zeros(1, 1, 1, size), SIZE)
         complete = [written.add(row | {"id": str(i)}) for i in range(rows)]
         written.finish()
         assert [i for i, file in enumerate(complete) if file] == ([63] if rows > 63 else [])
@@ -332,6 +332,6 @@ def test_a_full_disk_is_an_error_that_says_so(tmp_path):
     written = ClipFolder(tmp_path, T2V, 1)
     (tmp_path / "clips.parquet.tmp").symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"cannot be written \(.*: free space, and call again"):
-        written.add(t2v_row("a", "a caption", torch.randn(1, 1, 1, 2**20), torch.zeros(1, 1), SIZE))
+        written.add(t2v_row("a", "a caption", torch.randn(1, 1, 1, 2**20), SIZE))
     written.finish()
     assert not list(tmp_path.glob("*.parquet"))

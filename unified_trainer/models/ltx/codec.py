@@ -35,10 +35,9 @@ class LtxCodec(LtxVAECodec):
 
     def __init__(self, folder: Path, device: torch.device, config: EncoderConfig) -> None:
         super().__init__(folder, device, config)
-        if (takes := transformer_config(folder).caption_channels) != self.text_width:
+        if (takes := transformer_config(folder).caption_channels) != (gives := self.text_widths[0]):
             raise UserError(
-                f"{folder}/transformer/config.json: caption_channels is {takes}, but the text encoder gives "
-                f"{self.text_width}"
+                f"{folder}/transformer/config.json: caption_channels is {takes}, but the text encoder gives {gives}"
             )
         held = {name: torch.empty(self._mean.shape[1]) for name in ("latents_mean", "latents_std")}
         fill(held, folder / "vae", Mesh(torch.device("cpu")))

@@ -1,7 +1,7 @@
 """The text encoder (Gemma 3 and its connectors), the VAEs and the vocoder of LTX-2 as a codec."""
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers import Gemma3ForConditionalGeneration, PreTrainedTokenizerBase
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_as
 from unified_trainer.basics.types import DTYPES, Latents, Video
-from unified_trainer.models.base import Shape
+from unified_trainer.models.base import Prompt, Shape
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.folder import check_described, load_strictly
 from unified_trainer.models.frozen_network import FrozenNetwork
@@ -24,6 +24,7 @@ from unified_trainer.models.ltx.vae import LtxVAECodec
 from unified_trainer.models.ltx2.configs import (
     AudioVAEConfig,
     ConnectorsConfig,
+    Ltx2TransformerConfig,
     Ltx2VAEConfig,
     VocoderConfig,
     latent_shape,
@@ -51,6 +52,7 @@ class Ltx2Codec(LtxVAECodec):
     causal = False
 
     def __init__(self, folder: Path, device: torch.device, config: EncoderConfig) -> None:
+        transformer_config(folder)  # its faults are those of a file
         super().__init__(folder, device, config)
         self._check_connectors()
         channels = self._mean.shape[1]
@@ -98,8 +100,9 @@ class Ltx2Codec(LtxVAECodec):
             for kind, name in ((AutoencoderKLLTX2Audio, "audio_vae"), (self._vocoder, "vocoder"))
         )
 
-    def joined_width(self, folder: Path) -> int:
-        return sum(transformer_config(folder).text_widths)
+    @classmethod
+    def joined_width(cls, widths: Sequence[int], network: Callable[[], Mapping[str, Any]]) -> int:
+        return sum(Ltx2TransformerConfig.model_validate(network()).text_widths)
 
     def text_weight(self, key: str) -> str:
         """Published files have the names of earlier versions of transformers, which reads both."""
@@ -129,7 +132,7 @@ class Ltx2Codec(LtxVAECodec):
             text, sound_text, _ = connectors(torch.stack(layers, -1).flatten(2), mask, padding_side="left")
         return torch.cat([text[0], sound_text[0]], 1)
 
-    def _embed(self, prompts: Sequence[str]) -> Generator[Tensor, None, None]:
+    def _embed(self, prompts: Sequence[str]) -> Generator[Prompt, None, None]:
         with self._connectors.in_use():
             yield from super()._embed(prompts)
 

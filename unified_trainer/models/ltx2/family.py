@@ -1,22 +1,14 @@
 """The LTX-2 family: how a folder of its pipeline is opened, and what its configs say."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from unified_trainer.models.base import Family
 from unified_trainer.models.blueprint import Blueprint
 from unified_trainer.models.ltx.configs import SPACE
 from unified_trainer.models.ltx2.codec import Ltx2Codec
-from unified_trainer.models.ltx2.configs import Ltx2TransformerConfig, latent_shape, transformer_config
+from unified_trainer.models.ltx2.configs import latent_shape, transformer_config
 from unified_trainer.models.ltx2.layout import FPS, of_video
 from unified_trainer.models.ltx2.model import Ltx2Model
-
-
-def text_width(config: Mapping[str, Any]) -> int:
-    """Return the channels of the embedding of a prompt, from the config of a transformer."""
-    return sum(Ltx2TransformerConfig.model_validate(config).text_widths)
-
 
 LTX2 = Family(
     pipelines=("LTX2Pipeline",),
@@ -38,5 +30,5 @@ LTX2 = Family(
         "guidance_rescale": 0,
         "audio_guidance_rescale": 0,
     },
-    blueprint=Blueprint(lambda config: Ltx2Model, Ltx2Codec, text_width=text_width),
+    blueprint=Blueprint(lambda config: Ltx2Model, Ltx2Codec),
 )

@@ -180,13 +180,12 @@ class Architecture:
         return self.codec.text_rows(self.longest)
 
     @property
-    def text_width(self) -> int:
-        """The channels of the embedding of a prompt."""
-        if self.blueprint.text_width:
-            return self.blueprint.text_width(self.transformer)
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The largest shapes of the tensors of a prompt, by their names."""
         kinds = zip(self.codec.text_classes, self.text_encoders, strict=True)
         configs = [kind.config_class.from_dict(dict(config)) for kind, config in kinds]
-        return max(config.get_text_config().hidden_size for config in configs)
+        widths = [config.get_text_config().hidden_size for config in configs]
+        return {"text": (self.text_tokens, self.codec.joined_width(widths, lambda: self.transformer))}
 
     @property
     def encode_flops(self) -> float:

@@ -4,6 +4,7 @@ A phase has what is always there (weights, moments, EMA, scorers), what a step k
 the activations of the passes that run together.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -210,7 +211,7 @@ def _gathered(held: Networks) -> float:
 def _inputs(counts: Counts, sizes: Sizes, *, in_parts: bool) -> float:
     """The prompts and clips of a step: whole where a rollout keeps them, and twice where they are cut into parts."""
     student = sizes.models["student"]
-    prompts = float(sizes.samples * FP32 * student.text_tokens * student.text_width)
+    prompts = float(sizes.samples * FP32 * sum(map(math.prod, student.text_shapes.values())))
     clips = float(sizes.samples * sizes.latent_bytes) if sizes.run.trains_on == "clips" else 0.0
     return clips + (prompts if counts.kept else 0.0) + (2 * prompts if in_parts else 0.0)
 

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import torch
@@ -256,7 +257,7 @@ class _Codec(Codec):
     causal: bool
     folder = Path()
     text_fingerprint = video_fingerprint = ""
-    text_tokens, text_width = TEXT_TOKENS, TEXT_WIDTH
+    text_shapes = MappingProxyType({"text": (TEXT_TOKENS, TEXT_WIDTH)})
 
     def in_use(self) -> AbstractContextManager[None]:
         return nullcontext()

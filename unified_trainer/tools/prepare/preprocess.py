@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import torch
 import tyro
-from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_yaml
@@ -17,11 +15,11 @@ from unified_trainer.basics.ranges import Count, NonNegative, Seed
 from unified_trainer.basics.requests import Image
 from unified_trainer.basics.terminal import say
 from unified_trainer.data.captioned import CaptionedVideo, find_videos
-from unified_trainer.data.fastvideo import I2V, T2V, TEXT_ENCODER, TEXT_ONLY, image_columns, t2v_row, text_only_row
+from unified_trainer.data.fastvideo import I2V, T2V, TEXT_ONLY, image_columns, t2v_row, text_of, with_text
 from unified_trainer.data.negative_prompt import use_negative_prompt, write_negative_prompt
 from unified_trainer.data.prompts import read_prompts
 from unified_trainer.data.video_reader import VideoError, read_clips, to_video
-from unified_trainer.models.base import Codec, ImageEncoder
+from unified_trainer.models.base import Codec, ImageEncoder, Prompt
 from unified_trainer.models.hub import is_hub_id
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
@@ -135,10 +133,9 @@ def preprocess(
             about["vae"] = codec.video_fingerprint
             about |= {f"video.{name}": value for name, value in vars(run.video).items()}
         begin_output(out, ABOUT, about, WHAT, empty=is_empty(out))
-        schema = (schema if videos else TEXT_ONLY).with_metadata({TEXT_ENCODER: codec.text_fingerprint})
-        written = ClipFolder(out, schema, rows_per_file)
+        written = ClipFolder(out, with_text(schema if videos else TEXT_ONLY, codec), rows_per_file)
         if not use_negative_prompt(out, negative, codec):
-            write_negative_prompt(out, negative, codec.embeddings([negative])[0], codec.text_fingerprint)
+            write_negative_prompt(out, negative, codec)
         if videos:
             _write_videos(videos, written, codec, run, workers, strict, out, images=kind == "i2v")
         else:
@@ -190,7 +187,7 @@ def _write_videos(
             for number, (video, clip) in enumerate(read_clips(left, run.video, workers)):
                 if number % TEXTS == 0:
                     captions = [one.caption for one in left[number : number + TEXTS] if one.caption]
-                    embeddings = dict(zip(captions, codec.embeddings(captions), strict=True))
+                    prompts = dict(zip(captions, codec.prompts(captions), strict=True))
                 if isinstance(clip, VideoError):
                     if strict:
                         raise clip
@@ -198,7 +195,7 @@ def _write_videos(
                     progress.advance()
                     progress.note(f"skipped {clip}")
                 else:
-                    add_row(written, _row(video, clip, embeddings[video.caption], codec, run, images=images), progress)
+                    add_row(written, _row(video, clip, prompts[video.caption], codec, run, images=images), progress)
         finally:
             written.finish()
             written.write_skipped(skipped)
@@ -209,11 +206,11 @@ def _write_videos(
 
 
 def _row(
-    video: CaptionedVideo, clip: np.ndarray, embedding: Tensor, codec: Codec, run: RunConfig, *, images: bool
+    video: CaptionedVideo, clip: np.ndarray, prompt: Prompt, codec: Codec, run: RunConfig, *, images: bool
 ) -> dict[str, object]:
     """Return the row of a clip, of kind i2v with `images`."""
     raw = codec.encode_raw(to_video(clip))[0]
-    row = t2v_row(video.name, video.caption, raw, embedding, run.video)
+    row = t2v_row(video.name, video.caption, raw, run.video) | text_of(prompt, codec)
     if not images:
         return row
     assert isinstance(codec, ImageEncoder)  # of a family with `image_tensors`
@@ -226,10 +223,8 @@ def _write_prompts(prompts: Sequence[str], written: ClipFolder, codec: Codec, ou
     with ItemProgress("prompts", len(left)) as progress:
         try:
             for prompt in left:
-                embedding = codec.embeddings([prompt])[0]
-                padded = torch.nn.functional.pad(embedding, (0, 0, 0, codec.text_tokens - len(embedding)))
-                name = f"text_{hashlib.sha256(prompt.encode()).hexdigest()[:16]}"
-                add_row(written, text_only_row(name, prompt, padded), progress)
+                row = {"id": f"text_{hashlib.sha256(prompt.encode()).hexdigest()[:16]}", "caption": prompt}
+                add_row(written, row | text_of(codec.prompts([prompt])[0], codec, padded=True), progress)
         finally:
             written.finish()
         summarise(progress, len(done) + len(left), "prompt", out, len(left))

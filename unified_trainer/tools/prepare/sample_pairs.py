@@ -8,7 +8,7 @@ from typing import Any
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.terminal import say
 from unified_trainer.data.clips import VideoConfig
-from unified_trainer.data.fastvideo import T2V, TEXT_ENCODER, t2v_row
+from unified_trainer.data.fastvideo import T2V, t2v_row, text_of, with_text
 from unified_trainer.models.base import Codec
 from unified_trainer.tools.output_folder import check_empty, new_folder
 from unified_trainer.tools.prepare.clip_folder import ClipFolder
@@ -32,18 +32,17 @@ def write_pairs(
         raise UserError(f"{source}: no prompt of {count} has two samples whose rewards {scores} differ as much")
     latents, video = lru_cache(2)(rollouts.latents), VideoConfig(**rollouts.about["video"])
     shape = codec.latent_shape(video.frames, video.height, video.width)
-    schema = T2V.with_metadata({TEXT_ENCODER: codec.text_fingerprint})
     with new_folder(out) as building:
         for side, name in enumerate(SIDES):
             (building / name).mkdir()
-            written = ClipFolder(building / name, schema, rows_per_file)
+            written = ClipFolder(building / name, with_text(T2V, codec), rows_per_file)
             for pair in pairs:
                 row = pair[side]
                 x0 = latents(row["sample"] // rollouts.about["batch"])[[row["row"]]]
                 if x0.shape[1:] != shape:
                     raise UserError(f"{source} holds latents of {tuple(x0.shape[1:])}, and --model has {shape}")
-                embedding = codec.embeddings([row["prompt"]])[0]
-                written.add(t2v_row(f"prompt {row['prompt_id']}", row["prompt"], codec.raw(x0)[0], embedding, video))
+                made = t2v_row(f"prompt {row['prompt_id']}", row["prompt"], codec.raw(x0)[0], video)
+                written.add(made | text_of(codec.prompts([row["prompt"]])[0], codec))
             written.finish()
     left_out = f"; {count - len(pairs)} prompts have none" if count > len(pairs) else ""
     say(f"{len(pairs)} pairs in {out}: --data.path {out / SIDES[0]} --data.rejected {out / SIDES[1]}{left_out}")

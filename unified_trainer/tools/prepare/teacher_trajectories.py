@@ -6,11 +6,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from unified_trainer.basics.requests import Request
 from unified_trainer.data.clips import DataConfig
-from unified_trainer.data.fastvideo import ODE, TEXT_ENCODER, ode_row
+from unified_trainer.data.fastvideo import ODE, ode_row, text_of, with_text
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.negative_prompt import use_negative_prompt, write_negative_prompt
 from unified_trainer.models.base import Codec
@@ -52,13 +50,13 @@ def write_trajectories(
         encoders = replace(run.encoders, cache=run.encoders.cache or str(out / EMBEDDINGS))
         codec, negative = plan.family.codec(plan.folder, mesh.device, encoders), run.sampler.negative_prompt
         begin_output(out, ABOUT, _about(plan, ode, codec), WHAT, empty=is_empty(out))
-        written = ClipFolder(out, ODE.with_metadata({TEXT_ENCODER: codec.text_fingerprint}), rows_per_file)
+        written = ClipFolder(out, with_text(ODE, codec), rows_per_file)
         done = set(written.captions().values())
         left = [request.text for request in plan.requests if request.text not in done]
         reused = use_negative_prompt(out, negative, codec)
         line = codec.encode_ahead([negative, *left], mesh)  # the text encoder leaves its memory to the teacher
         if not reused:
-            write_negative_prompt(out, negative, codec.embeddings([negative])[0], codec.text_fingerprint)
+            write_negative_prompt(out, negative, codec)
         with ItemProgress("trajectories", len(left)) as progress:
             progress.say(line)
             try:
@@ -86,9 +84,8 @@ def _write(
         # One at a time: the rounding of a sample can depend on the other samples of a batch.
         batch = make_batch(codec, [Request(prompt)], uncond, plan.latent_shape, prompt_ids=[0], sample_ids=[0])
         trajectory = ode.solve(teacher, noise, batch)
-        embedding = codec.embeddings([prompt])[0]
-        padded = torch.nn.functional.pad(embedding, (0, 0, 0, codec.text_tokens - len(embedding)))
-        add_row(written, ode_row(f"text_{digest}", prompt, padded, trajectory), progress)
+        text = text_of(codec.prompts([prompt])[0], codec, padded=True)
+        add_row(written, ode_row(f"text_{digest}", prompt, trajectory) | text, progress)
 
 
 def _about(plan: RunPlan, ode: TeacherODE, codec: Codec) -> dict[str, Any]:
