@@ -1,0 +1,343 @@
+"""Small folders of pipelines that make images. Latents of 8 x 12, so that a swap of height and width shows."""
+
+from typing import Any
+
+import diffusers as d
+from diffusers import FlowMatchEulerDiscreteScheduler as Euler
+from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
+from transformers import GlmConfig, GlmModel, Mistral3Config, Mistral3ForConditionalGeneration
+
+from pipelines import Small, small
+from pipelines import text as t
+
+SIZE = {"height": 64, "width": 96}
+PROMPT = "a red circle moves left"
+CALL = {"prompt": PROMPT, **SIZE}
+SHIFT_BY_SIZE = {
+    "use_dynamic_shifting": True,
+    "base_shift": 0.5,
+    "max_shift": 1.15,
+    "base_image_seq_len": 256,
+    "max_image_seq_len": 4096,
+}
+
+
+def vae(channels: int = 16, levels: int = 4, **sizes: Any) -> d.AutoencoderKL:
+    """An autoencoder of images: 2 ** (levels - 1) pixels a latent, by default as that of FLUX.1 and SD3."""
+    return d.AutoencoderKL(**vae_sizes(channels, levels), **{"scaling_factor": 0.3611, "shift_factor": 0.1159} | sizes)
+
+
+def vae_sizes(channels: int, levels: int) -> dict[str, Any]:
+    """Return the sizes that the autoencoders of images share."""
+    return {
+        "down_block_types": ["DownEncoderBlock2D"] * levels,
+        "up_block_types": ["UpDecoderBlock2D"] * levels,
+        "block_out_channels": [8] * levels,
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "latent_channels": channels,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+    }
+
+
+def flux_network(**sizes: Any) -> d.FluxTransformer2DModel:
+    """FLUX.1's network with a block of each kind, and with the guidance as an input."""
+    given = {"in_channels": 64, "num_layers": 1, "num_single_layers": 1, "guidance_embeds": True} | sizes
+    heads = {"attention_head_dim": 16, "num_attention_heads": 2, "axes_dims_rope": (4, 6, 6)}
+    return d.FluxTransformer2DModel(joint_attention_dim=t.WIDTH, pooled_projection_dim=t.WIDTH, **heads, **given)
+
+
+def flux_parts(**sizes: Any) -> dict[str, Any]:
+    """Return the components of FLUX.1."""
+    return {
+        "scheduler": Euler(shift=3.0, **SHIFT_BY_SIZE),
+        "vae": vae(),
+        "text_encoder": t.clip_encoder(),
+        "tokenizer": t.clip_tokenizer(),
+        "text_encoder_2": t.t5_encoder(),
+        "tokenizer_2": t.t5_tokenizer(),
+        "transformer": flux_network(**sizes),
+    }
+
+
+def flux() -> d.FluxPipeline:
+    """FLUX.1 dev."""
+    return d.FluxPipeline(**flux_parts())
+
+
+def flux2_parts(guidance: bool, width: int) -> dict[str, Any]:
+    """Return the components that FLUX.2 and its small relative share."""
+    sizes = {"in_channels": 128, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16}
+    network = d.Flux2Transformer2DModel(
+        num_attention_heads=2, joint_attention_dim=width, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=guidance, **sizes
+    )
+    return {
+        "scheduler": Euler(shift=3.0, **SHIFT_BY_SIZE),
+        "vae": d.AutoencoderKLFlux2(**vae_sizes(32, 4)),
+        "transformer": network,
+    }
+
+
+def flux2() -> d.Flux2Pipeline:
+    """FLUX.2 dev: features of two layers of Mistral 3. The tokenizer alone stands for the processor of pictures."""
+    words = t.qwen_tokenizer(SYSTEM_MESSAGE)
+    tower = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    tower |= {"model_type": "pixtral", "image_size": 28, "patch_size": 14}
+    text = {"model_type": "mistral", "sliding_window": None, **t.decoder_sizes(words, t.WIDTH)}
+    encoder = Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=tower))
+    return d.Flux2Pipeline(text_encoder=encoder, tokenizer=words, **flux2_parts(True, 2 * t.WIDTH))
+
+
+def flux2_klein() -> d.Flux2KleinPipeline:
+    """FLUX.2 Klein: features of two layers of Qwen3."""
+    words = t.qwen_tokenizer()
+    encoder = t.qwen3(words, head=True)
+    return d.Flux2KleinPipeline(text_encoder=encoder, tokenizer=words, **flux2_parts(False, 2 * t.WIDTH))
+
+
+def z_image() -> d.ZImagePipeline:
+    """Z-Image: lists of samples and of prompts' features, time that runs forward."""
+    words = t.qwen_tokenizer()
+    network = d.ZImageTransformer2DModel(
+        in_channels=16,
+        dim=32,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=t.WIDTH,
+        axes_dims=[8, 4, 4],
+        axes_lens=[256, 32, 32],
+    )
+    return d.ZImagePipeline(
+        scheduler=Euler(shift=3.0), vae=vae(), text_encoder=t.qwen3(words), tokenizer=words, transformer=network
+    )
+
+
+def chroma_parts() -> dict[str, Any]:
+    """Return the components of Chroma."""
+    network = d.ChromaTransformer2DModel(
+        in_channels=64,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=t.WIDTH,
+        axes_dims_rope=(4, 6, 6),
+        approximator_hidden_dim=32,
+        approximator_layers=1,
+        approximator_num_channels=16,
+    )
+    words = {"text_encoder": t.t5_encoder(), "tokenizer": t.t5_tokenizer()}
+    return {"scheduler": Euler(**SHIFT_BY_SIZE), "vae": vae(), "transformer": network, **words}
+
+
+def chroma() -> d.ChromaPipeline:
+    """Chroma: FLUX.1 without pooled features, whose levels of the blocks come from a small network."""
+    return d.ChromaPipeline(**chroma_parts())
+
+
+def qwen_vae(levels: int = 4, channels: int = 16) -> d.AutoencoderKLQwenImage:
+    """Qwen-Image's autoencoder of frames, with a mean and a deviation for each channel."""
+    return d.AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=channels,
+        dim_mult=[1, 2, 2, 2][:levels],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True][: levels - 1],
+        latents_mean=[0.1 * n - 0.5 for n in range(channels)],
+        latents_std=[0.5 + 0.05 * n for n in range(channels)],
+    )
+
+
+def qwen_image_parts(pipeline: type[d.DiffusionPipeline]) -> dict[str, Any]:
+    """Return the components of the pipelines of Qwen-Image."""
+    words = t.qwen_tokenizer(pipeline)
+    network = d.QwenImageTransformer2DModel(
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=t.WIDTH,
+        axes_dims_rope=(4, 6, 6),
+    )
+    shifts = SHIFT_BY_SIZE | {"max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02}
+    return {
+        "scheduler": Euler(**shifts),
+        "vae": qwen_vae(),
+        "text_encoder": t.qwen25_vl(words),
+        "tokenizer": words,
+        "transformer": network,
+    }
+
+
+def qwen_image() -> d.QwenImagePipeline:
+    """Qwen-Image."""
+    return d.QwenImagePipeline(**qwen_image_parts(d.QwenImagePipeline))
+
+
+def stable_diffusion_3() -> d.StableDiffusion3Pipeline:
+    """Stable Diffusion 3.5, whose first block has an attention of the image alone."""
+    network = d.SD3Transformer2DModel(
+        sample_size=16,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=t.WIDTH,
+        caption_projection_dim=32,
+        pooled_projection_dim=24,
+        pos_embed_max_size=12,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    )
+    clips = {
+        "text_encoder": t.clip_encoder(True, 8),
+        "tokenizer": t.clip_tokenizer(),
+        "text_encoder_2": t.clip_encoder(True, 16, hidden_act="gelu"),
+        "tokenizer_2": t.clip_tokenizer(),
+    }
+    return d.StableDiffusion3Pipeline(
+        transformer=network,
+        scheduler=Euler(shift=3.0),
+        vae=vae(scaling_factor=1.5305, shift_factor=0.0609),
+        text_encoder_3=t.t5_encoder(),
+        tokenizer_3=t.t5_tokenizer(),
+        **clips,
+    )
+
+
+def deep_vae() -> d.AutoencoderDC:
+    """SANA's autoencoder: here 4 pixels a latent."""
+    blocks = {"attention_head_dim": 4, "latent_channels": 8, "in_channels": 3}
+    for side in ("encoder", "decoder"):
+        blocks[f"{side}_block_types"] = ("ResBlock", "ResBlock", "EfficientViTBlock")
+        blocks[f"{side}_block_out_channels"] = (8, 8, 16)
+        blocks[f"{side}_qkv_multiscales"] = ((), (), (5,))
+        blocks[f"{side}_layers_per_block"] = (1, 1, 1)
+    return d.AutoencoderDC(scaling_factor=0.41407, **blocks)
+
+
+def sana_parts(pipeline: type[d.DiffusionPipeline]) -> dict[str, Any]:
+    """Return the components of the pipelines of SANA."""
+    words = t.gemma_tokenizer(pipeline)
+    network = d.SanaTransformer2DModel(
+        in_channels=8,
+        out_channels=8,
+        num_layers=2,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        num_cross_attention_heads=2,
+        cross_attention_head_dim=8,
+        cross_attention_dim=16,
+        caption_channels=t.WIDTH,
+        sample_size=16,
+    )
+    text = {"tokenizer": words, "text_encoder": t.gemma2(words)}
+    return {**text, "vae": deep_vae(), "transformer": network, "scheduler": Euler(shift=3.0)}
+
+
+def sana() -> d.SanaPipeline:
+    """SANA: linear attention over latents of a deep autoencoder."""
+    return d.SanaPipeline(**sana_parts(d.SanaPipeline))
+
+
+def lumina2() -> d.Lumina2Pipeline:
+    """Lumina 2: time is 1 - sigma and the output is turned."""
+    words = t.gemma_tokenizer(d.Lumina2Pipeline)
+    network = d.Lumina2Transformer2DModel(
+        sample_size=8,
+        in_channels=16,
+        hidden_size=32,
+        num_layers=2,
+        num_refiner_layers=1,
+        num_attention_heads=2,
+        num_kv_heads=1,
+        multiple_of=16,
+        axes_dim_rope=(8, 4, 4),
+        axes_lens=(300, 32, 32),
+        cap_feat_dim=t.WIDTH,
+    )
+    text = {"tokenizer": words, "text_encoder": t.gemma2(words)}
+    return d.Lumina2Pipeline(transformer=network, scheduler=Euler(shift=6.0), vae=vae(), **text)
+
+
+def lumina() -> d.LuminaPipeline:
+    """Lumina-Next: twice as many channels leave the network as enter it."""
+    words = t.gemma_tokenizer(d.LuminaPipeline)
+    network = d.LuminaNextDiT2DModel(
+        sample_size=8,
+        in_channels=4,
+        hidden_size=32,
+        num_layers=2,
+        num_attention_heads=2,
+        num_kv_heads=1,
+        multiple_of=16,
+        cross_attention_dim=t.WIDTH,
+    )
+    text = {"tokenizer": words, "text_encoder": t.gemma(words)}
+    return d.LuminaPipeline(transformer=network, scheduler=Euler(), vae=vae(4, scaling_factor=0.13025), **text)
+
+
+def cogview4_parts(channels: int = 16) -> dict[str, Any]:
+    """Return the components of the pipelines of CogView 4."""
+    words = t.byte_tokenizer()
+    words.padding_side = "left"
+    network = d.CogView4Transformer2DModel(
+        in_channels=channels,
+        out_channels=16,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        text_embed_dim=t.WIDTH,
+        time_embed_dim=32,
+        condition_dim=8,
+        rope_axes_dim=(8, 8),
+        sample_size=8,
+    )
+    shifts = {"use_dynamic_shifting": True, "base_shift": 0.25, "max_shift": 0.75, "base_image_seq_len": 256}
+    return {
+        "tokenizer": words,
+        "text_encoder": GlmModel(GlmConfig(**t.decoder_sizes(words, t.WIDTH))),
+        "vae": vae(scaling_factor=1.0, shift_factor=None),
+        "transformer": network,
+        "scheduler": Euler(time_shift_type="linear", **shifts),
+    }
+
+
+def cogview4() -> d.CogView4Pipeline:
+    """CogView 4: the time is that before the shift."""
+    return d.CogView4Pipeline(**cogview4_parts())
+
+
+def aura_flow() -> d.AuraFlowPipeline:
+    """AuraFlow."""
+    network = d.AuraFlowTransformer2DModel(
+        sample_size=8,
+        in_channels=4,
+        num_mmdit_layers=1,
+        num_single_dit_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=t.WIDTH,
+        caption_projection_dim=32,
+        pos_embed_max_size=64,
+    )
+    text = {"tokenizer": t.t5_tokenizer(), "text_encoder": t.t5_encoder(kind="umt5")}
+    autoencoder = vae(4, scaling_factor=0.13025, shift_factor=None)
+    return d.AuraFlowPipeline(vae=autoencoder, transformer=network, scheduler=Euler(shift=1.73), **text)
+
+
+IMAGES: dict[str, Small] = {
+    "FluxPipeline": small(flux, **CALL, max_sequence_length=16),
+    "Flux2Pipeline": small(flux2, **CALL, max_sequence_length=96, text_encoder_out_layers=(1, 2)),
+    "Flux2KleinPipeline": small(flux2_klein, **CALL, max_sequence_length=24, text_encoder_out_layers=(1, 2)),
+    "ZImagePipeline": small(z_image, **CALL, max_sequence_length=24),
+    "ChromaPipeline": small(chroma, **CALL, max_sequence_length=16),
+    "QwenImagePipeline": small(qwen_image, **CALL, max_sequence_length=24),
+    "StableDiffusion3Pipeline": small(stable_diffusion_3, **CALL, max_sequence_length=16),
+    "SanaPipeline": small(sana, **CALL, max_sequence_length=24, use_resolution_binning=False),
+    "Lumina2Pipeline": small(lumina2, **CALL, max_sequence_length=64),
+    "LuminaPipeline": small(lumina, **CALL, max_sequence_length=24),
+    "CogView4Pipeline": small(cogview4, **CALL, max_sequence_length=24),
+    "AuraFlowPipeline": small(aura_flow, **CALL, max_sequence_length=16),
+}
