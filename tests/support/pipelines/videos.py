@@ -1,0 +1,367 @@
+"""Small random folders of the video pipelines of diffusers that match flows, by class name."""
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from diffusers import (
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLMochi,
+    AutoencoderKLWan,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    HunyuanVideoFramepackTransformer3DModel,
+    HunyuanVideoTransformer3DModel,
+    MochiTransformer3DModel,
+    SkyReelsV2Transformer3DModel,
+    UniPCMultistepScheduler,
+    WanTransformer3DModel,
+)
+from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video_image2video
+from hunyuan15_folder import hunyuan15_folder
+from ltx2_folder import ltx2_folder
+from ltx_folder import ltx_folder
+from PIL import Image
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    CLIPVisionModelWithProjection,
+    LlamaConfig,
+    LlamaModel,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedTokenizerFast,
+    SiglipImageProcessor,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+
+from pipelines import Small, small
+from pipelines.text import (
+    WIDTH,
+    byte_tokenizer,
+    clip_encoder,
+    clip_tokenizer,
+    t5_encoder,
+    t5_tokenizer,
+)
+
+PROMPT = "a red circle moves left"
+SIZE = {"height": 32, "width": 48}
+CALL = {"prompt": PROMPT, **SIZE, "num_frames": 5}
+SHORT = {**CALL, "max_sequence_length": 16}
+HEADS = {"num_attention_heads": 2, "attention_head_dim": 12}
+
+
+def picture(seed: int = 0) -> Image.Image:
+    """A picture of random colours."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (32, 48, 3), dtype=np.uint8))
+
+
+def clip(frames: int = 5) -> list[Image.Image]:
+    """Frames of random colours."""
+    return [picture(seed) for seed in range(frames)]
+
+
+def unipc() -> UniPCMultistepScheduler:
+    """The scheduler of Wan's folders."""
+    return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+
+
+def statistics(channels: int) -> dict[str, list[float]]:
+    """Random means and deviations of a VAE's latents."""
+    return {
+        "latents_mean": (0.3 * torch.randn(channels)).tolist(),
+        "latents_std": (0.5 + torch.rand(channels)).tolist(),
+    }
+
+
+def wan_vae(channels: int = 16, **sizes: Any) -> AutoencoderKLWan:
+    """A VAE of 4 frames of 8 x 8 pixels."""
+    common = {"dim_mult": [1] * 4, "num_res_blocks": 1, "temperal_downsample": [False, True, True]}
+    return AutoencoderKLWan(base_dim=4, z_dim=channels, **common, **statistics(channels), **sizes)
+
+
+def wide_vae() -> AutoencoderKLWan:
+    """The VAE of TI2V-5B: 48 channels of 4 frames of 16 x 16 pixels."""
+    sizes = {"in_channels": 12, "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16}
+    return wan_vae(48, is_residual=True, decoder_base_dim=4, scale_factor_temporal=4, **sizes)
+
+
+def wan_network(kind: type = WanTransformer3DModel, channels: int = 16, **sizes: Any) -> torch.nn.Module:
+    """A network with the arguments of Wan's, of any class that shares them."""
+    sizes = {"in_channels": channels, "out_channels": channels, "cross_attn_norm": True, "rope_max_seq_len": 16} | sizes
+    return kind(patch_size=(1, 2, 2), **HEADS, text_dim=WIDTH, freq_dim=16, ffn_dim=32, num_layers=2, **sizes)
+
+
+def wan(pipeline: str, network: Callable[[], torch.nn.Module] = wan_network, **parts: Any) -> DiffusionPipeline:
+    """A pipeline of the parts that Wan's has; parts that are functions are called."""
+    return getattr(diffusers, pipeline)(
+        tokenizer=t5_tokenizer(512),
+        text_encoder=t5_encoder(kind="umt5"),
+        transformer=network(),
+        **{
+            name: make() if callable(make) else make
+            for name, make in {"vae": wan_vae, "scheduler": unipc, **parts}.items()
+        },
+    )
+
+
+def clip_tower(kind: type = CLIPVisionModel, side: int = 28, patch: int = 14) -> CLIPVisionModel:
+    """The vision tower of CLIP."""
+    sizes = {"intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "projection_dim": 20}
+    return kind(CLIPVisionConfig(hidden_size=20, image_size=side, patch_size=patch, **sizes))
+
+
+def clip_processor(side: int = 28) -> CLIPImageProcessor:
+    """Prepares a picture for the tower."""
+    return CLIPImageProcessor(size={"shortest_edge": side}, crop_size=side)
+
+
+TOWER = {"image_encoder": clip_tower, "image_processor": clip_processor}
+BESIDE = {"channels": 16, "in_channels": 36}  # latents, four channels of a mask, and latents of pictures
+SEEN = {**BESIDE, "image_dim": 20, "added_kv_proj_dim": 24}
+EXPERTS = {"transformer_2": wan_network, "boundary_ratio": 0.9}
+WAN = {
+    "WanPipeline": small(partial(wan, "WanPipeline"), **SHORT),
+    "WanPipeline of two experts": small(partial(wan, "WanPipeline", **EXPERTS), **SHORT),
+    "WanPipeline with a time per token": small(
+        partial(wan, "WanPipeline", partial(wan_network, channels=48), vae=wide_vae, expand_timesteps=True), **SHORT
+    ),
+    "WanImageToVideoPipeline": small(
+        partial(
+            wan,
+            "WanImageToVideoPipeline",
+            partial(wan_network, **BESIDE),
+            transformer_2=partial(wan_network, **BESIDE),
+            boundary_ratio=0.9,
+        ),
+        **SHORT,
+        image=picture(),
+    ),
+    "WanImageToVideoPipeline with CLIP": small(
+        partial(wan, "WanImageToVideoPipeline", partial(wan_network, **SEEN), **TOWER), **CALL, image=picture()
+    ),
+    "WanImageToVideoPipeline with a last picture": small(
+        partial(wan, "WanImageToVideoPipeline", partial(wan_network, **SEEN, pos_embed_seq_len=10), **TOWER),
+        **CALL,
+        image=picture(),
+        last_image=picture(1),
+    ),
+    "WanImageToVideoPipeline with a time per token": small(
+        partial(wan, "WanImageToVideoPipeline", partial(wan_network, channels=48), vae=wide_vae, expand_timesteps=True),
+        **SHORT,
+        image=picture(),
+    ),
+}
+
+
+def skyreels(pipeline: str, seen: bool = False) -> DiffusionPipeline:
+    """A pipeline of SkyReels V2."""
+    forcing = "Forcing" in pipeline
+    own = {"inject_sample_info": True} if forcing else {}
+    sizes = {**SEEN, "added_kv_proj_dim": 24} if seen else {}
+    network = partial(wan_network, SkyReelsV2Transformer3DModel, **sizes, **own)
+    tower = {**TOWER, "image_encoder": partial(clip_tower, CLIPVisionModelWithProjection)} if seen else {}
+    return wan(pipeline, network, **tower)
+
+
+NINE = {**SHORT, "num_frames": 9}
+SKYREELS = {
+    "SkyReelsV2Pipeline": small(partial(skyreels, "SkyReelsV2Pipeline"), **SHORT),
+    "SkyReelsV2ImageToVideoPipeline": small(
+        partial(skyreels, "SkyReelsV2ImageToVideoPipeline", seen=True), **CALL, image=picture()
+    ),
+    "SkyReelsV2DiffusionForcingPipeline": small(partial(skyreels, "SkyReelsV2DiffusionForcingPipeline"), **NINE),
+    "SkyReelsV2DiffusionForcingImageToVideoPipeline": small(
+        partial(skyreels, "SkyReelsV2DiffusionForcingImageToVideoPipeline"), **NINE, image=picture()
+    ),
+    "SkyReelsV2DiffusionForcingVideoToVideoPipeline": small(
+        partial(skyreels, "SkyReelsV2DiffusionForcingVideoToVideoPipeline"), **NINE, video=clip(), overlap_history=5
+    ),
+}
+
+
+def llama_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes by which the first turns of HunyuanVideo's templates have as many tokens as it cuts off."""
+    made = byte_tokenizer(pipeline_hunyuan_video_image2video.DEFAULT_PROMPT_TEMPLATE["template"], longest=256)
+    marks = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|begin_of_text|>", "<image>"]
+    made.add_special_tokens({"additional_special_tokens": marks})
+    made.add_tokens(["\n\n", "system", "assistant"])  # one token each in Llama's own vocabulary
+    made._tokenizer.post_processor = TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[(marks[3], made.convert_tokens_to_ids(marks[3]))]
+    )
+    return made
+
+
+def llama_config(words: PreTrainedTokenizerFast) -> LlamaConfig:
+    """The sizes of a Llama of few layers."""
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 2, "hidden_size": WIDTH, "intermediate_size": 32}
+    return LlamaConfig(vocab_size=len(words), pad_token_id=words.pad_token_id, **sizes)
+
+
+def hunyuan_vae() -> AutoencoderKLHunyuanVideo:
+    """A VAE of 4 frames of 8 x 8 pixels."""
+    return AutoencoderKLHunyuanVideo(
+        latent_channels=4, block_out_channels=(8,) * 4, layers_per_block=1, norm_num_groups=4
+    )
+
+
+def hunyuan(
+    pipeline: str, kind: type = HunyuanVideoTransformer3DModel, sizes: dict[str, Any] | None = None, **parts: Any
+) -> DiffusionPipeline:
+    """A pipeline of HunyuanVideo."""
+    words = llama_tokenizer()
+    network = {"in_channels": 4, "patch_size": 1, "guidance_embeds": True, **(sizes or {})}
+    return getattr(diffusers, pipeline)(
+        text_encoder=parts.pop("text_encoder", lambda words: LlamaModel(llama_config(words)))(words),
+        tokenizer=words,
+        transformer=kind(
+            out_channels=4,
+            **HEADS,
+            num_layers=2,
+            num_single_layers=2,
+            num_refiner_layers=1,
+            patch_size_t=1,
+            text_embed_dim=WIDTH,
+            pooled_projection_dim=WIDTH,
+            rope_axes_dim=(4, 4, 4),
+            **network,
+        ),
+        vae=hunyuan_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+        text_encoder_2=clip_encoder(longest=77),
+        tokenizer_2=clip_tokenizer(77),
+        **{name: make() for name, make in parts.items()},
+    )
+
+
+def llava(words: PreTrainedTokenizerFast) -> LlavaForConditionalGeneration:
+    """A Llama that reads a picture as the 576 tokens of HunyuanVideo's template."""
+    tower = clip_tower(side=48, patch=2).config
+    image = words.convert_tokens_to_ids("<image>")
+    return LlavaForConditionalGeneration(
+        LlavaConfig(
+            vision_config=tower,
+            text_config=llama_config(words),
+            image_token_index=image,
+            pad_token_id=words.pad_token_id,
+        )
+    )
+
+
+def siglip_tower(side: int = 28) -> dict[str, Callable[[], Any]]:
+    """The vision tower of SigLIP and what prepares a picture for it."""
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return {
+        "image_encoder": lambda: SiglipVisionModel(SiglipVisionConfig(image_size=side, patch_size=14, **sizes)),
+        "feature_extractor": lambda: SiglipImageProcessor(size={"height": side, "width": side}),
+    }
+
+
+FRAMEPACK = {"patch_size": 2, "has_image_proj": True, "image_proj_dim": 8, "has_clean_x_embedder": True}
+HUNYUAN = {
+    "HunyuanVideoPipeline": small(partial(hunyuan, "HunyuanVideoPipeline"), **SHORT),
+    "HunyuanVideoImageToVideoPipeline": small(
+        partial(
+            hunyuan,
+            "HunyuanVideoImageToVideoPipeline",
+            sizes={"in_channels": 9, "guidance_embeds": False, "image_condition_type": "latent_concat"},
+            text_encoder=llava,
+            image_processor=partial(clip_processor, 48),
+        ),
+        **NINE,
+        image=picture(),
+    ),
+    "HunyuanVideoImageToVideoPipeline with a replaced frame": small(
+        partial(
+            hunyuan,
+            "HunyuanVideoImageToVideoPipeline",
+            sizes={"image_condition_type": "token_replace"},
+            text_encoder=llava,
+            image_processor=partial(clip_processor, 48),
+        ),
+        **SHORT,
+        image=picture(),
+    ),
+    "HunyuanSkyreelsImageToVideoPipeline": small(
+        partial(hunyuan, "HunyuanSkyreelsImageToVideoPipeline", sizes={"in_channels": 8}), **SHORT, image=picture()
+    ),
+    "HunyuanVideoFramepackPipeline": small(
+        partial(
+            hunyuan,
+            "HunyuanVideoFramepackPipeline",
+            HunyuanVideoFramepackTransformer3DModel,
+            FRAMEPACK,
+            **siglip_tower(),
+        ),
+        **SHORT,
+        image=picture(),
+        latent_window_size=3,
+    ),
+}
+
+
+def opened(write: Callable[[Path], Path], pipeline: str = "", **parts: Any) -> DiffusionPipeline:
+    """The pipeline of a folder that another module writes, or one of another class with its parts."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = DiffusionPipeline.from_pretrained(write(Path(folder)))
+    return getattr(diffusers, pipeline)(**made.components | parts) if pipeline else made
+
+
+TILES = {"prompt": PROMPT, "height": 64, "width": 96, "num_frames": 9}
+IMAGE_15 = {"prompt": PROMPT, "num_frames": 5, "image": picture()}
+OTHERS = {
+    "HunyuanVideo15Pipeline": small(partial(opened, hunyuan15_folder), **CALL),
+    "HunyuanVideo15ImageToVideoPipeline": small(partial(opened, partial(hunyuan15_folder, image=True)), **IMAGE_15),
+    "LTXPipeline": small(partial(opened, ltx_folder), **TILES),
+    "LTXImageToVideoPipeline": small(partial(opened, ltx_folder, "LTXImageToVideoPipeline"), **TILES, image=picture()),
+    "LTXConditionPipeline": small(
+        partial(opened, ltx_folder, "LTXConditionPipeline", scheduler=FlowMatchEulerDiscreteScheduler()),
+        **TILES,
+        image=picture(),
+    ),
+    "LTX2Pipeline": small(partial(opened, ltx2_folder), **TILES),
+    "LTX2ImageToVideoPipeline": small(
+        partial(opened, ltx2_folder, "LTX2ImageToVideoPipeline"), **TILES, image=picture()
+    ),
+}
+
+
+def mochi() -> DiffusionPipeline:
+    """A pipeline of Mochi."""
+    network = MochiTransformer3DModel(
+        patch_size=2,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        num_layers=3,
+        pooled_projection_dim=16,
+        in_channels=12,
+        text_embed_dim=WIDTH,
+        time_embed_dim=4,
+        max_sequence_length=16,
+    )
+    widths = {f"{side}_block_out_channels": (32,) * 4 for side in ("encoder", "decoder")}
+    return diffusers.MochiPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
+        vae=AutoencoderKLMochi(latent_channels=12, layers_per_block=(1,) * 5, **widths, **statistics(12)),
+        text_encoder=t5_encoder(),
+        tokenizer=t5_tokenizer(),
+        transformer=network,
+    )
+
+
+VIDEOS: dict[str, Small] = {
+    **WAN,
+    **SKYREELS,
+    **HUNYUAN,
+    **OTHERS,
+    "MochiPipeline": small(mochi, **{**SHORT, "num_frames": 7}),
+}
