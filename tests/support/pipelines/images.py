@@ -5,7 +5,8 @@ from typing import Any
 import diffusers as d
 from diffusers import FlowMatchEulerDiscreteScheduler as Euler
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
-from transformers import GlmConfig, GlmModel, Mistral3Config, Mistral3ForConditionalGeneration
+from transformers import GlmConfig, GlmModel, Mistral3Config, Mistral3ForConditionalGeneration, T5GemmaModuleConfig
+from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from pipelines import Small, small
 from pipelines import text as t
@@ -327,6 +328,228 @@ def aura_flow() -> d.AuraFlowPipeline:
     return d.AuraFlowPipeline(vae=autoencoder, transformer=network, scheduler=Euler(shift=1.73), **text)
 
 
+def hidream() -> d.HiDreamImagePipeline:
+    """HiDream-I1: four text encoders, of which Llama gives the features of each of its layers, and experts."""
+    network = d.HiDreamImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        caption_channels=[t.WIDTH, t.WIDTH],
+        text_emb_dim=24,
+        num_routed_experts=4,
+        num_activated_experts=2,
+        axes_dims_rope=(8, 4, 4),
+        max_resolution=(16, 16),
+        llama_layers=[0, 1],
+    )
+    words = t.byte_tokenizer()
+    encoders = {
+        "text_encoder": t.clip_encoder(True, 8),
+        "tokenizer": t.clip_tokenizer(),
+        "text_encoder_2": t.clip_encoder(True, 16, hidden_act="gelu"),
+        "tokenizer_2": t.clip_tokenizer(),
+        "text_encoder_3": t.t5_encoder(),
+        "tokenizer_3": t.t5_tokenizer(),
+        "text_encoder_4": t.named("LlamaForCausalLM", words),
+        "tokenizer_4": words,
+    }
+    return d.HiDreamImagePipeline(scheduler=Euler(shift=3.0), vae=vae(), transformer=network, **encoders)
+
+
+def ovis() -> d.OvisImagePipeline:
+    """Ovis-Image: FLUX.1's blocks with gated layers, after Qwen3."""
+    words = t.qwen_tokenizer(d.OvisImagePipeline)
+    network = d.OvisImageTransformer2DModel(
+        in_channels=64,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=t.WIDTH,
+        axes_dims_rope=(4, 6, 6),
+    )
+    text = {"text_encoder": t.qwen3(words), "tokenizer": words}
+    return d.OvisImagePipeline(scheduler=Euler(**SHIFT_BY_SIZE), vae=vae(), transformer=network, **text)
+
+
+def bria() -> d.BriaPipeline:
+    """Bria 3.2: features of T5 are cut to the prompt's length."""
+    network = d.BriaTransformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=t.WIDTH,
+        axes_dims_rope=[0, 8, 8],
+    )
+    text = {"text_encoder": t.t5_encoder(), "tokenizer": t.t5_tokenizer()}
+    autoencoder = vae(4, scaling_factor=0.13025, shift_factor=0.0)
+    return d.BriaPipeline(transformer=network, scheduler=Euler(**SHIFT_BY_SIZE), vae=autoencoder, **text)
+
+
+def wan_vae(**sizes: Any) -> d.AutoencoderKLWan:
+    """Wan's autoencoder of frames."""
+    return d.AutoencoderKLWan(
+        **{"base_dim": 8, "z_dim": 16, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1} | sizes,
+        temperal_downsample=[False, True, True],
+    )
+
+
+def bria_fibo() -> d.BriaFiboPipeline:
+    """Bria Fibo: each block is given the features of a layer of its own of SmolLM3. Empty prompts are token 128000."""
+    words = t.byte_tokenizer()
+    encoder = t.named("SmolLM3ForCausalLM", words, 16, vocab_size=128001, head_dim=4, num_key_value_heads=4)
+    network = d.BriaFiboTransformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        text_encoder_dim=16,
+        axes_dims_rope=[0, 8, 8],
+    )
+    residual = {"is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2, "decoder_base_dim": 8}
+    return d.BriaFiboPipeline(
+        transformer=network,
+        scheduler=Euler(**SHIFT_BY_SIZE),
+        vae=wan_vae(scale_factor_spatial=16, **residual),
+        text_encoder=encoder,
+        tokenizer=words,
+    )
+
+
+def prx() -> d.PRXPipeline:
+    """PRX, with the encoder of T5 Gemma."""
+    words = t.gemma_tokenizer(longest=24)
+    network = d.PRXTransformer2DModel(
+        in_channels=16, context_in_dim=t.WIDTH, hidden_size=32, mlp_ratio=2.0, num_heads=2, depth=2, axes_dim=[8, 8]
+    )
+    sizes = {"layer_types": ["full_attention"] * 2, "query_pre_attn_scalar": 8, "sliding_window": 64}
+    encoder = T5GemmaEncoder(T5GemmaModuleConfig(**t.decoder_sizes(words, t.WIDTH, **sizes)))
+    return d.PRXPipeline(
+        transformer=network, scheduler=Euler(shift=3.0), text_encoder=encoder, tokenizer=words, vae=vae()
+    )
+
+
+def hunyuan_image() -> d.HunyuanImagePipeline:
+    """HunyuanImage 2.1: Qwen2.5-VL, ByT5 for quoted words, guidance as components."""
+    words = t.qwen_tokenizer(d.HunyuanImagePipeline)
+    network = d.HunyuanImageTransformer2DModel(
+        in_channels=8,
+        out_channels=8,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        patch_size=(1, 1),
+        text_embed_dim=t.WIDTH,
+        text_embed_2_dim=24,
+        rope_axes_dim=(8, 8),
+    )
+    autoencoder = d.AutoencoderKLHunyuanImage(
+        in_channels=3,
+        out_channels=3,
+        latent_channels=8,
+        block_out_channels=(32, 32, 32),
+        layers_per_block=1,
+        spatial_compression_ratio=4,
+        sample_size=64,
+        scaling_factor=0.75289,
+    )
+    guiders = {name: d.AdaptiveProjectedMixGuidance() for name in ("guider", "ocr_guider")}
+    text = {"text_encoder": t.qwen25_vl(words), "tokenizer": words}
+    text |= {"text_encoder_2": t.t5_encoder(24), "tokenizer_2": t.byt5_tokenizer()}
+    return d.HunyuanImagePipeline(scheduler=Euler(shift=5.0), vae=autoencoder, transformer=network, **text, **guiders)
+
+
+def kandinsky5_parts(pipeline: type[d.DiffusionPipeline], conditioned: bool) -> dict[str, Any]:
+    """Return the components of Kandinsky 5's image pipelines. A tokenizer stands for the processor of pictures."""
+    words = t.qwen_tokenizer(pipeline)
+    network = d.Kandinsky5Transformer3DModel(
+        in_visual_dim=16,
+        in_text_dim=t.WIDTH,
+        in_text_dim2=16,
+        time_dim=32,
+        out_visual_dim=16,
+        patch_size=(1, 2, 2),
+        model_dim=32,
+        ff_dim=64,
+        num_text_blocks=1,
+        num_visual_blocks=2,
+        axes_dims=(4, 6, 6),
+        visual_cond=conditioned,
+        attention_type="regular",
+    )
+    return {
+        "transformer": network,
+        "vae": vae(),
+        "text_encoder": t.qwen25_vl(words),
+        "tokenizer": words,
+        "text_encoder_2": t.clip_encoder(width=16, longest=77),
+        "tokenizer_2": t.clip_tokenizer(77),
+        "scheduler": Euler(shift=5.0),
+    }
+
+
+def kandinsky5() -> d.Kandinsky5T2IPipeline:
+    """Kandinsky 5 from text: latents with channels last."""
+    return d.Kandinsky5T2IPipeline(**kandinsky5_parts(d.Kandinsky5T2IPipeline, False))
+
+
+def krea2() -> d.Krea2Pipeline:
+    """Krea 2: features of three layers of Qwen3-VL."""
+    words = t.qwen_tokenizer(d.Krea2Pipeline)
+    network = d.Krea2Transformer2DModel(
+        in_channels=64,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
+        timestep_embed_dim=16,
+        text_hidden_dim=t.WIDTH,
+        num_text_layers=3,
+        text_num_attention_heads=2,
+        text_num_key_value_heads=1,
+        text_intermediate_size=32,
+        num_layerwise_text_blocks=1,
+        num_refiner_text_blocks=1,
+        axes_dims_rope=(4, 6, 6),
+    )
+    return d.Krea2Pipeline(
+        scheduler=Euler(**SHIFT_BY_SIZE),
+        vae=qwen_vae(),
+        text_encoder=t.qwen3_vl(words),
+        tokenizer=words,
+        transformer=network,
+        text_encoder_select_layers=(0, 1, 2),
+    )
+
+
+def longcat_image() -> d.LongCatImagePipeline:
+    """LongCat-Image: prompts of 512 tokens. The tokenizer alone stands for the processor that rewrites prompts."""
+    words = t.qwen_tokenizer(d.LongCatImagePipeline)
+    network = d.LongCatImageTransformer2DModel(
+        in_channels=64,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=t.WIDTH,
+        pooled_projection_dim=t.WIDTH,
+        axes_dims_rope=[4, 6, 6],
+    )
+    text = {"text_encoder": t.qwen25_vl(words), "tokenizer": words, "text_processor": words}
+    return d.LongCatImagePipeline(scheduler=Euler(**SHIFT_BY_SIZE), vae=vae(), transformer=network, **text)
+
+
 IMAGES: dict[str, Small] = {
     "FluxPipeline": small(flux, **CALL, max_sequence_length=16),
     "Flux2Pipeline": small(flux2, **CALL, max_sequence_length=96, text_encoder_out_layers=(1, 2)),
@@ -340,4 +563,13 @@ IMAGES: dict[str, Small] = {
     "LuminaPipeline": small(lumina, **CALL, max_sequence_length=24),
     "CogView4Pipeline": small(cogview4, **CALL, max_sequence_length=24),
     "AuraFlowPipeline": small(aura_flow, **CALL, max_sequence_length=16),
+    "HiDreamImagePipeline": small(hidream, **CALL, max_sequence_length=16),
+    "OvisImagePipeline": small(ovis, **CALL, max_sequence_length=32),
+    "BriaPipeline": small(bria, **CALL, max_sequence_length=16),
+    "BriaFiboPipeline": small(bria_fibo, **CALL, max_sequence_length=24),
+    "PRXPipeline": small(prx, **CALL, use_resolution_binning=False),
+    "HunyuanImagePipeline": small(hunyuan_image, **CALL | {"prompt": PROMPT + ' "up"'}),
+    "Kandinsky5T2IPipeline": small(kandinsky5, **CALL, max_sequence_length=32),
+    "Krea2Pipeline": small(krea2, **CALL, max_sequence_length=32),
+    "LongCatImagePipeline": small(longcat_image, **CALL, enable_prompt_rewrite=False),
 }

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import transformers
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -25,6 +26,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLModel,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -121,7 +125,9 @@ def gemma_tokenizer(*places: Any, longest: int = 512) -> GemmaTokenizer:
     marks = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
     letters = [chr(n) for n in range(33, 127)]
     vocabulary = numbered(marks, [f"<0x{n:02X}>" for n in range(256)], ["▁", "\n"], letters, parts)
-    return GemmaTokenizer(vocab=vocabulary, merges=merges, model_max_length=longest)
+    made = GemmaTokenizer(vocab=vocabulary, merges=merges, model_max_length=longest)
+    made._tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    return made
 
 
 def byt5_tokenizer() -> ByT5Tokenizer:
@@ -187,6 +193,12 @@ def gemma(tokenizer: Any, width: int = WIDTH) -> GemmaForCausalLM:
     return GemmaForCausalLM(GemmaConfig(**decoder_sizes(tokenizer, width)))
 
 
+def named(model: str, tokenizer: Any, width: int = WIDTH, config: str = "", **sizes: Any) -> Any:
+    """A language model of transformers by the name of its class, whose config has no parts."""
+    made = getattr(transformers, config or model.replace("ForCausalLM", "Config"))
+    return getattr(transformers, model)(made(**decoder_sizes(tokenizer, width, **sizes)))
+
+
 def vision_marks(tokenizer: Any) -> dict[str, int]:
     """Return the numbers of the tokens by which a language model of Qwen finds pictures."""
     names = {"vision_start": "vision_start", "vision_end": "vision_end", "image": "image_pad", "video": "video_pad"}
@@ -204,3 +216,13 @@ def qwen25_vl(tokenizer: Any, width: int = WIDTH) -> Qwen2_5_VLForConditionalGen
     return Qwen2_5_VLForConditionalGeneration(
         Qwen2_5_VLConfig(text_config=text, vision_config=tower, **vision_marks(tokenizer))
     )
+
+
+def qwen3_vl(tokenizer: Any, width: int = WIDTH, head: bool = False, layers: int = 2) -> Qwen3VLModel:
+    """A language model of Qwen3-VL with its tower for pictures, with its head or without."""
+    rope = {"mrope_section": [2, 1, 1], "rope_type": "default", "mrope_interleaved": True, "rope_theta": 1e6}
+    text = decoder_sizes(tokenizer, width, num_hidden_layers=layers) | {"rope_parameters": rope}
+    tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": width}
+    tower |= {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    config = Qwen3VLConfig(text_config=text, vision_config=tower, **vision_marks(tokenizer))
+    return (Qwen3VLForConditionalGeneration if head else Qwen3VLModel)(config)
