@@ -1,5 +1,6 @@
 """Small random folders of the video pipelines of diffusers that match flows, by class name."""
 
+import inspect
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -10,17 +11,32 @@ import diffusers
 import numpy as np
 import torch
 from diffusers import (
+    AdaptiveProjectedGuidance,
+    AnyFlowFARTransformer3DModel,
+    AnyFlowTransformer3DModel,
     AutoencoderKLHunyuanVideo,
+    AutoencoderKLMagvit,
     AutoencoderKLMochi,
     AutoencoderKLWan,
+    ChronoEditTransformer3DModel,
     DiffusionPipeline,
+    DPMSolverMultistepScheduler,
+    EasyAnimateTransformer3DModel,
+    FlowMapEulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    HeliosScheduler,
+    HeliosTransformer3DModel,
     HunyuanVideoFramepackTransformer3DModel,
     HunyuanVideoTransformer3DModel,
+    Kandinsky5Transformer3DModel,
     MochiTransformer3DModel,
+    MotifVideoTransformer3DModel,
+    SanaVideoTransformer3DModel,
     SkyReelsV2Transformer3DModel,
     UniPCMultistepScheduler,
+    WanAnimateTransformer3DModel,
     WanTransformer3DModel,
+    WanVACETransformer3DModel,
 )
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video_image2video
 from hunyuan15_folder import hunyuan15_folder
@@ -38,9 +54,14 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     PreTrainedTokenizerFast,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     SiglipImageProcessor,
     SiglipVisionConfig,
     SiglipVisionModel,
+    T5Gemma2Encoder,
+    T5Gemma2EncoderConfig,
+    T5Gemma2TextConfig,
 )
 
 from pipelines import Small, small
@@ -49,8 +70,14 @@ from pipelines.text import (
     byte_tokenizer,
     clip_encoder,
     clip_tokenizer,
+    decoder_sizes,
+    gemma2,
+    gemma_tokenizer,
+    qwen25_vl,
+    qwen_tokenizer,
     t5_encoder,
     t5_tokenizer,
+    vision_marks,
 )
 
 PROMPT = "a red circle moves left"
@@ -207,10 +234,10 @@ def llama_config(words: PreTrainedTokenizerFast) -> LlamaConfig:
     return LlamaConfig(vocab_size=len(words), pad_token_id=words.pad_token_id, **sizes)
 
 
-def hunyuan_vae() -> AutoencoderKLHunyuanVideo:
+def hunyuan_vae(channels: int = 4) -> AutoencoderKLHunyuanVideo:
     """A VAE of 4 frames of 8 x 8 pixels."""
     return AutoencoderKLHunyuanVideo(
-        latent_channels=4, block_out_channels=(8,) * 4, layers_per_block=1, norm_num_groups=4
+        latent_channels=channels, block_out_channels=(8,) * 4, layers_per_block=1, norm_num_groups=4
     )
 
 
@@ -358,7 +385,262 @@ def mochi() -> DiffusionPipeline:
     )
 
 
+def kandinsky(pipeline: str, seen: bool) -> DiffusionPipeline:
+    """A pipeline of Kandinsky 5; its processor needs torchvision, and its pipelines ask for text alone."""
+    words = qwen_tokenizer(getattr(diffusers, pipeline).__init__)
+    words.add_tokens("the")
+    network = Kandinsky5Transformer3DModel(
+        in_visual_dim=16,
+        in_text_dim=WIDTH,
+        in_text_dim2=WIDTH,
+        time_dim=16,
+        out_visual_dim=16,
+        model_dim=16,
+        ff_dim=32,
+        num_text_blocks=1,
+        num_visual_blocks=2,
+        axes_dims=(2, 2, 4),
+        visual_cond=seen,
+    )
+    return getattr(diffusers, pipeline)(
+        transformer=network,
+        vae=hunyuan_vae(16),
+        text_encoder=qwen25_vl(words),
+        tokenizer=words,
+        text_encoder_2=clip_encoder(longest=77),
+        tokenizer_2=clip_tokenizer(77),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+    )
+
+
+def sana(pipeline: str, **parts: Any) -> DiffusionPipeline:
+    """A pipeline of SANA-Video."""
+    kind = getattr(diffusers, pipeline)
+    told = inspect.signature(kind.__call__).parameters["complex_human_instruction"].default
+    words = gemma_tokenizer(" ".join(told))
+    network = SanaVideoTransformer3DModel(
+        **HEADS,
+        num_layers=2,
+        num_cross_attention_heads=2,
+        cross_attention_head_dim=12,
+        cross_attention_dim=24,
+        caption_channels=WIDTH,
+        sample_size=8,
+        rope_max_seq_len=32,
+    )
+    return kind(
+        tokenizer=words,
+        text_encoder=gemma2(words),
+        vae=wan_vae(),
+        transformer=network,
+        scheduler=parts.get("scheduler")
+        or DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=8.0),
+    )
+
+
+def motif(pipeline: str, seen: bool = False) -> DiffusionPipeline:
+    """A pipeline of Motif-Video."""
+    words = gemma_tokenizer()
+    tower = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tower |= {"image_size": 28, "patch_size": 14}
+    text = T5Gemma2TextConfig(**decoder_sizes(words, WIDTH, sliding_window=64), dropout_rate=0.0)
+    network = MotifVideoTransformer3DModel(
+        in_channels=33,
+        out_channels=16,
+        **HEADS,
+        num_layers=2,
+        num_single_layers=2,
+        patch_size=1,
+        text_embed_dim=WIDTH,
+        image_embed_dim=8 if seen else None,
+        rope_axes_dim=(4, 4, 4),
+    )
+    return getattr(diffusers, pipeline)(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+        vae=wan_vae(),
+        text_encoder=T5Gemma2Encoder(
+            T5Gemma2EncoderConfig(text_config=text, vision_config=SiglipVisionConfig(**tower))
+        ),
+        tokenizer=words,
+        transformer=network,
+        guider=AdaptiveProjectedGuidance(),
+        feature_extractor=siglip_tower()["feature_extractor"]() if seen else None,
+    )
+
+
+def qwen2_vl(words: Any) -> Qwen2VLForConditionalGeneration:
+    """A language model of Qwen2-VL."""
+    rope = {"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"}
+    text = decoder_sizes(words, WIDTH) | {"rope_scaling": rope, "rope_theta": 1e6}
+    tower = {"depth": 1, "embed_dim": 16, "hidden_size": WIDTH, "num_heads": 2, "mlp_ratio": 1}
+    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=tower, **vision_marks(words)))
+
+
+def easyanimate(pipeline: str, channels: int = 4) -> DiffusionPipeline:
+    """A pipeline of EasyAnimate."""
+    words = qwen_tokenizer()
+    sides = {
+        side: [f"Spatial{kind}{side.title()}Block3D" for kind in ("", *["Temporal"] * 3)] for side in ("down", "up")
+    }
+    return getattr(diffusers, pipeline)(
+        vae=AutoencoderKLMagvit(
+            latent_channels=4,
+            block_out_channels=[8] * 4,
+            layers_per_block=1,
+            norm_num_groups=2,
+            spatial_group_norm=False,
+            **{f"{side}_block_types": blocks for side, blocks in sides.items()},
+        ),
+        text_encoder=qwen2_vl(words),
+        tokenizer=words,
+        transformer=EasyAnimateTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=16,
+            in_channels=channels,
+            out_channels=4,
+            patch_size=2,
+            sample_width=16,
+            sample_height=16,
+            num_layers=2,
+            mmdit_layers=2,
+            time_embed_dim=8,
+            text_embed_dim=WIDTH,
+            add_noise_in_inpaint_model=True,
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+    )
+
+
+def helios_network() -> HeliosTransformer3DModel:
+    """The network of Helios."""
+    sizes = {"text_dim": WIDTH, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2, "rope_dim": (4, 4, 4)}
+    return HeliosTransformer3DModel(**HEADS, **sizes)
+
+
+def animate_network() -> WanAnimateTransformer3DModel:
+    """The network of Wan-Animate, which also reads a pose and a face."""
+    return wan_network(
+        WanAnimateTransformer3DModel,
+        **{**SEEN, "latent_channels": 16},
+        motion_encoder_channel_sizes={"4": 16, "8": 16, "16": 16},
+        motion_encoder_size=16,
+        motion_style_dim=8,
+        motion_dim=4,
+        motion_encoder_dim=16,
+        face_encoder_hidden_dim=16,
+        face_encoder_num_heads=2,
+        inject_face_latents_blocks=2,
+    )
+
+
+def flow_map_network(kind: type, **sizes: Any) -> torch.nn.Module:
+    """A network of AnyFlow, which is told the time at which a step ends."""
+    return wan_network(kind, gate_value=0.25, deltatime_type="r", **sizes)
+
+
+def frames(seed: int = 0) -> torch.Tensor:
+    """A clip of random numbers [1, 3, 5, 32, 48]."""
+    return torch.rand(1, 3, 5, 32, 48, generator=torch.Generator().manual_seed(seed))
+
+
+SANA = {
+    "prompt": PROMPT,
+    "height": 32,
+    "width": 64,
+    "frames": 5,
+    "max_sequence_length": 16,
+    "use_resolution_binning": False,
+}
+FLOW_MAP = partial(FlowMapEulerDiscreteScheduler, shift=5.0)
+EULER = partial(FlowMatchEulerDiscreteScheduler, shift=5.0)
+MORE = {
+    "Kandinsky5T2VPipeline": small(partial(kandinsky, "Kandinsky5T2VPipeline", False), **SHORT),
+    "Kandinsky5I2VPipeline": small(partial(kandinsky, "Kandinsky5I2VPipeline", True), **NINE, image=picture()),
+    "SanaVideoPipeline": small(partial(sana, "SanaVideoPipeline"), **SANA),
+    "SanaImageToVideoPipeline": small(
+        partial(sana, "SanaImageToVideoPipeline", scheduler=EULER()), **SANA, image=picture()
+    ),
+    "ChronoEditPipeline": small(
+        partial(
+            wan,
+            "ChronoEditPipeline",
+            partial(wan_network, ChronoEditTransformer3DModel, **SEEN),
+            **TOWER,
+            scheduler=EULER,
+        ),
+        **CALL,
+        image=picture(),
+    ),
+    "HeliosPipeline": small(
+        partial(
+            wan,
+            "HeliosPipeline",
+            helios_network,
+            scheduler=partial(HeliosScheduler, stage_range=[0, 1], stages=1, use_dynamic_shifting=True),
+        ),
+        **SHORT,
+        num_latent_frames_per_chunk=2,
+    ),
+    "MotifVideoPipeline": small(partial(motif, "MotifVideoPipeline"), **SHORT),
+    "MotifVideoImage2VideoPipeline": small(
+        partial(motif, "MotifVideoImage2VideoPipeline", seen=True), **SHORT, image=picture()
+    ),
+    "WanVACEPipeline": small(
+        partial(wan, "WanVACEPipeline", partial(wan_network, WanVACETransformer3DModel, vace_layers=[0, 1])),
+        **SHORT,
+        video=clip(),
+        mask=[Image.new("L", (48, 32), 255 * (n % 2)) for n in range(5)],
+    ),
+    "WanVideoToVideoPipeline": small(
+        partial(wan, "WanVideoToVideoPipeline"), **{k: v for k, v in SHORT.items() if k != "num_frames"}, video=clip()
+    ),
+    "WanAnimatePipeline": small(
+        partial(wan, "WanAnimatePipeline", animate_network, **TOWER),
+        prompt=PROMPT,
+        **SIZE,
+        image=picture(),
+        pose_video=clip(),
+        face_video=[picture(seed).resize((32, 32)) for seed in range(5)],
+        segment_frame_length=5,
+    ),
+    "LucyEditPipeline": small(
+        partial(
+            wan,
+            "LucyEditPipeline",
+            partial(wan_network, in_channels=96, out_channels=48),
+            vae=wide_vae,
+            scheduler=EULER,
+            expand_timesteps=True,
+        ),
+        **SHORT | {"height": 64, "width": 96},
+        video=clip(),
+    ),
+    "EasyAnimatePipeline": small(partial(easyanimate, "EasyAnimatePipeline"), **CALL, negative_prompt=""),
+    "EasyAnimateInpaintPipeline": small(
+        partial(easyanimate, "EasyAnimateInpaintPipeline", 9),
+        **CALL,
+        negative_prompt="",
+        video=frames(),
+        mask_video=frames(1) > 0.5,
+    ),
+    "AnyFlowPipeline": small(
+        partial(wan, "AnyFlowPipeline", partial(flow_map_network, AnyFlowTransformer3DModel), scheduler=FLOW_MAP),
+        **SHORT,
+    ),
+    "AnyFlowFARPipeline": small(
+        partial(
+            wan,
+            "AnyFlowFARPipeline",
+            partial(flow_map_network, AnyFlowFARTransformer3DModel, chunk_partition=(1, 1, 1)),
+            scheduler=FLOW_MAP,
+        ),
+        **NINE,
+    ),
+}
+
+
 VIDEOS: dict[str, Small] = {
+    **MORE,
     **WAN,
     **SKYREELS,
     **HUNYUAN,
