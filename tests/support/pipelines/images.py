@@ -3,14 +3,18 @@
 from typing import Any
 
 import diffusers as d
+import numpy as np
 from diffusers import FlowMatchEulerDiscreteScheduler as Euler
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
-from transformers import GlmConfig, GlmModel, Mistral3Config, Mistral3ForConditionalGeneration, T5GemmaModuleConfig
+from PIL import Image
+from transformers import GlmConfig, GlmModel, T5GemmaModuleConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from pipelines import Small, small
 from pipelines import text as t
 
+PICTURE = Image.fromarray((40 * np.arange(64 * 96 * 3).reshape(64, 96, 3) ** 2 % 251).astype(np.uint8))
+HALF = Image.fromarray((255 * (np.arange(64 * 96).reshape(64, 96) % 96 < 48)).astype(np.uint8))
 SIZE = {"height": 64, "width": 96}
 PROMPT = "a red circle moves left"
 CALL = {"prompt": PROMPT, **SIZE}
@@ -83,10 +87,7 @@ def flux2_parts(guidance: bool, width: int) -> dict[str, Any]:
 def flux2() -> d.Flux2Pipeline:
     """FLUX.2 dev: features of two layers of Mistral 3. The tokenizer alone stands for the processor of pictures."""
     words = t.qwen_tokenizer(SYSTEM_MESSAGE)
-    tower = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    tower |= {"model_type": "pixtral", "image_size": 28, "patch_size": 14}
-    text = {"model_type": "mistral", "sliding_window": None, **t.decoder_sizes(words, t.WIDTH)}
-    encoder = Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=tower))
+    encoder = t.mistral3(words)
     return d.Flux2Pipeline(text_encoder=encoder, tokenizer=words, **flux2_parts(True, 2 * t.WIDTH))
 
 
@@ -329,7 +330,7 @@ def aura_flow() -> d.AuraFlowPipeline:
 
 
 def hidream() -> d.HiDreamImagePipeline:
-    """HiDream-I1: four text encoders, of which Llama gives the features of each of its layers, and experts."""
+    """HiDream-I1: four text encoders, experts, and images of as many latents as 128 x 128 whatever size is asked."""
     network = d.HiDreamImageTransformer2DModel(
         patch_size=2,
         in_channels=16,
@@ -343,7 +344,7 @@ def hidream() -> d.HiDreamImagePipeline:
         num_routed_experts=4,
         num_activated_experts=2,
         axes_dims_rope=(8, 4, 4),
-        max_resolution=(16, 16),
+        max_resolution=(128, 128),
         llama_layers=[0, 1],
     )
     words = t.byte_tokenizer()
@@ -357,7 +358,7 @@ def hidream() -> d.HiDreamImagePipeline:
         "text_encoder_4": t.named("LlamaForCausalLM", words),
         "tokenizer_4": words,
     }
-    return d.HiDreamImagePipeline(scheduler=Euler(shift=3.0), vae=vae(), transformer=network, **encoders)
+    return d.HiDreamImagePipeline(scheduler=Euler(shift=3.0), vae=vae(levels=2), transformer=network, **encoders)
 
 
 def ovis() -> d.OvisImagePipeline:
@@ -430,7 +431,7 @@ def prx() -> d.PRXPipeline:
     network = d.PRXTransformer2DModel(
         in_channels=16, context_in_dim=t.WIDTH, hidden_size=32, mlp_ratio=2.0, num_heads=2, depth=2, axes_dim=[8, 8]
     )
-    sizes = {"layer_types": ["full_attention"] * 2, "query_pre_attn_scalar": 8, "sliding_window": 64}
+    sizes = {"layer_types": ["full_attention"] * 2, "query_pre_attn_scalar": 8, "dropout_rate": 0.0}
     encoder = T5GemmaEncoder(T5GemmaModuleConfig(**t.decoder_sizes(words, t.WIDTH, **sizes)))
     return d.PRXPipeline(
         transformer=network, scheduler=Euler(shift=3.0), text_encoder=encoder, tokenizer=words, vae=vae()
@@ -533,9 +534,9 @@ def krea2() -> d.Krea2Pipeline:
     )
 
 
-def longcat_image() -> d.LongCatImagePipeline:
-    """LongCat-Image: prompts of 512 tokens. The tokenizer alone stands for the processor that rewrites prompts."""
-    words = t.qwen_tokenizer(d.LongCatImagePipeline)
+def longcat_parts(pipeline: type[d.DiffusionPipeline]) -> dict[str, Any]:
+    """Return the components of LongCat-Image: prompts of 512 tokens. A tokenizer stands for the processor."""
+    words = t.qwen_tokenizer(pipeline)
     network = d.LongCatImageTransformer2DModel(
         in_channels=64,
         num_layers=1,
@@ -547,7 +548,100 @@ def longcat_image() -> d.LongCatImagePipeline:
         axes_dims_rope=[4, 6, 6],
     )
     text = {"text_encoder": t.qwen25_vl(words), "tokenizer": words, "text_processor": words}
-    return d.LongCatImagePipeline(scheduler=Euler(**SHIFT_BY_SIZE), vae=vae(), transformer=network, **text)
+    return {"scheduler": Euler(**SHIFT_BY_SIZE), "vae": vae(), "transformer": network, **text}
+
+
+def longcat_image() -> d.LongCatImagePipeline:
+    """LongCat-Image from text."""
+    return d.LongCatImagePipeline(**longcat_parts(d.LongCatImagePipeline))
+
+
+def flux_kontext() -> d.FluxKontextPipeline:
+    """FLUX.1 Kontext: tokens of a picture follow those of the sample."""
+    return d.FluxKontextPipeline(**flux_parts())
+
+
+def flux_fill() -> d.FluxFillPipeline:
+    """FLUX.1 Fill: 64 channels of the sample, 64 of the masked picture, 256 of the mask."""
+    return d.FluxFillPipeline(**flux_parts(in_channels=384, out_channels=64))
+
+
+def flux_control() -> d.FluxControlPipeline:
+    """FLUX.1 Canny and Depth: 64 channels of the sample and 64 of the control picture."""
+    return d.FluxControlPipeline(**flux_parts(in_channels=128, out_channels=64))
+
+
+def cogview4_control() -> d.CogView4ControlPipeline:
+    """CogView 4 with the channels of a control picture behind those of the sample."""
+    return d.CogView4ControlPipeline(**cogview4_parts(32))
+
+
+def qwen_image_edit() -> d.QwenImageEditPipeline:
+    """Qwen-Image-Edit: the picture is seen by the language model, and its tokens follow those of the sample."""
+    parts = qwen_image_parts(d.QwenImageEditPipeline)
+    return d.QwenImageEditPipeline(processor=t.picture_processor(parts["tokenizer"]), **parts)
+
+
+def qwen_image_edit_plus() -> d.QwenImageEditPlusPipeline:
+    """Qwen-Image-Edit-2509, with several pictures."""
+    parts = qwen_image_parts(d.QwenImageEditPlusPipeline)
+    return d.QwenImageEditPlusPipeline(processor=t.picture_processor(parts["tokenizer"]), **parts)
+
+
+def kandinsky5_edit() -> d.Kandinsky5I2IPipeline:
+    """Kandinsky 5 from a picture, whose latents and a mask stand in channels beside the sample's."""
+    parts = kandinsky5_parts(d.Kandinsky5I2IPipeline, True)
+    return d.Kandinsky5I2IPipeline(**parts | {"tokenizer": t.picture_processor(parts["tokenizer"])})
+
+
+def longcat_image_edit() -> d.LongCatImageEditPipeline:
+    """LongCat-Image-Edit."""
+    parts = longcat_parts(d.LongCatImageEditPipeline)
+    return d.LongCatImageEditPipeline(**parts | {"text_processor": t.picture_processor(parts["tokenizer"])})
+
+
+def ernie_image() -> d.ErnieImagePipeline:
+    """ERNIE-Image: FLUX.2's autoencoder, and features of Mistral 3."""
+    words = t.byte_tokenizer()
+    network = d.ErnieImageTransformer2DModel(
+        hidden_size=32,
+        num_attention_heads=2,
+        num_layers=2,
+        ffn_hidden_size=64,
+        text_in_dim=t.WIDTH,
+        rope_axes_dim=(4, 6, 6),
+    )
+    autoencoder = d.AutoencoderKLFlux2(**vae_sizes(32, 4))
+    return d.ErnieImagePipeline(
+        transformer=network,
+        vae=autoencoder,
+        text_encoder=t.mistral3(words).model,
+        tokenizer=words,
+        scheduler=Euler(shift=4.0),
+    )
+
+
+def nucleus() -> d.NucleusMoEImagePipeline:
+    """Nucleus-Image: experts, and features of the eighth layer of Qwen3-VL from the end."""
+    words = t.qwen_tokenizer(d.NucleusMoEImagePipeline)
+    network = d.NucleusMoEImageTransformer2DModel(
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=t.WIDTH,
+        axes_dims_rope=(4, 6, 6),
+        moe_enabled=True,
+        num_experts=4,
+        dense_moe_strategy="leave_first_block_dense",
+        capacity_factors=[8.0, 8.0],
+    )
+    return d.NucleusMoEImagePipeline(
+        transformer=network,
+        scheduler=Euler(**SHIFT_BY_SIZE),
+        vae=qwen_vae(),
+        text_encoder=t.qwen3_vl(words, head=True, layers=8),
+        processor=t.picture_processor(words, 16),
+    )
 
 
 IMAGES: dict[str, Small] = {
@@ -568,8 +662,20 @@ IMAGES: dict[str, Small] = {
     "BriaPipeline": small(bria, **CALL, max_sequence_length=16),
     "BriaFiboPipeline": small(bria_fibo, **CALL, max_sequence_length=24),
     "PRXPipeline": small(prx, **CALL, use_resolution_binning=False),
-    "HunyuanImagePipeline": small(hunyuan_image, **CALL | {"prompt": PROMPT + ' "up"'}),
+    "HunyuanImagePipeline": small(hunyuan_image, **CALL),
     "Kandinsky5T2IPipeline": small(kandinsky5, **CALL, max_sequence_length=32),
     "Krea2Pipeline": small(krea2, **CALL, max_sequence_length=32),
     "LongCatImagePipeline": small(longcat_image, **CALL, enable_prompt_rewrite=False),
+    "FluxKontextPipeline": small(
+        flux_kontext, **CALL, image=PICTURE, max_area=64 * 96, _auto_resize=False, max_sequence_length=16
+    ),
+    "FluxFillPipeline": small(flux_fill, **CALL, image=PICTURE, mask_image=HALF, max_sequence_length=16),
+    "FluxControlPipeline": small(flux_control, **CALL, control_image=PICTURE, max_sequence_length=16),
+    "CogView4ControlPipeline": small(cogview4_control, **CALL, control_image=PICTURE, max_sequence_length=24),
+    "QwenImageEditPipeline": small(qwen_image_edit, **CALL, image=PICTURE),
+    "QwenImageEditPlusPipeline": small(qwen_image_edit_plus, **CALL, image=[PICTURE, HALF.convert("RGB")]),
+    "Kandinsky5I2IPipeline": small(kandinsky5_edit, **CALL, image=PICTURE, max_sequence_length=64),
+    "LongCatImageEditPipeline": small(longcat_image_edit, prompt=PROMPT, image=PICTURE),
+    "ErnieImagePipeline": small(ernie_image, **CALL),
+    "NucleusMoEImagePipeline": small(nucleus, **CALL, max_sequence_length=48),
 }

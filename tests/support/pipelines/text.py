@@ -19,10 +19,14 @@ from transformers import (
     GemmaConfig,
     GemmaForCausalLM,
     GemmaTokenizer,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PaddleOCRVLProcessor,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
+    Qwen2VLImageProcessorPil,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
@@ -80,6 +84,7 @@ def qwen_tokenizer(*places: Any, longest: int = 512) -> Qwen2Tokenizer:
         vocab=numbered(["<|endoftext|>"], CHAT_MARKS, sorted(ByteLevel.alphabet()), parts),
         merges=merges,
         additional_special_tokens=list(CHAT_MARKS),
+        extra_special_tokens={"image_token": "<|image_pad|>"},
         model_max_length=longest,
         chat_template=CHAT,
     )
@@ -226,3 +231,23 @@ def qwen3_vl(tokenizer: Any, width: int = WIDTH, head: bool = False, layers: int
     tower |= {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     config = Qwen3VLConfig(text_config=text, vision_config=tower, **vision_marks(tokenizer))
     return (Qwen3VLForConditionalGeneration if head else Qwen3VLModel)(config)
+
+
+def picture_processor(tokenizer: Qwen2Tokenizer, patch: int = 14) -> PaddleOCRVLProcessor:
+    """A processor of prompts with pictures of up to 16 tokens.
+
+    The processors of Qwen2-VL and Qwen3-VL ask for torchvision, for videos. This one of transformers gives the same
+    tokens and the same patches of pictures without it.
+    """
+    pictures = Qwen2VLImageProcessorPil(
+        patch_size=patch, size={"shortest_edge": (2 * patch) ** 2, "longest_edge": (8 * patch) ** 2}
+    )
+    return PaddleOCRVLProcessor(pictures, tokenizer, chat_template=CHAT)
+
+
+def mistral3(tokenizer: Any, width: int = WIDTH) -> Mistral3ForConditionalGeneration:
+    """A language model of Mistral 3 with its tower for pictures."""
+    tower = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    tower |= {"model_type": "pixtral", "image_size": 28, "patch_size": 14}
+    text = {"model_type": "mistral", "sliding_window": None, **decoder_sizes(tokenizer, width)}
+    return Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=tower))
