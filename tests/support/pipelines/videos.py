@@ -19,6 +19,7 @@ from diffusers import (
     AutoencoderKLMochi,
     AutoencoderKLWan,
     ChronoEditTransformer3DModel,
+    Cosmos3OmniTransformer,
     DiffusionPipeline,
     DPMSolverMultistepScheduler,
     EasyAnimateTransformer3DModel,
@@ -29,16 +30,24 @@ from diffusers import (
     HunyuanVideoFramepackTransformer3DModel,
     HunyuanVideoTransformer3DModel,
     Kandinsky5Transformer3DModel,
+    Kandinsky6Transformer3DModel,
     MochiTransformer3DModel,
     MotifVideoTransformer3DModel,
     SanaVideoTransformer3DModel,
+    SanaWMTransformer3DModel,
     SkyReelsV2Transformer3DModel,
     UniPCMultistepScheduler,
     WanAnimateTransformer3DModel,
     WanTransformer3DModel,
     WanVACETransformer3DModel,
 )
+from diffusers.pipelines.cosmos import pipeline_cosmos3_omni
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video_image2video
+from diffusers.pipelines.kandinsky6 import pipeline_kandinsky6_ti2va
+from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
+from diffusers.pipelines.ltx2.pipeline_ltx2_hdr_lora import LTX2HDRReferenceCondition
+from diffusers.pipelines.ltx2.pipeline_ltx2_ic_lora import LTX2ReferenceCondition
+from diffusers.pipelines.sana_wm import pipeline_sana_wm
 from hunyuan15_folder import hunyuan15_folder
 from ltx2_folder import ltx2_folder
 from ltx_folder import ltx_folder
@@ -95,6 +104,11 @@ def picture(seed: int = 0) -> Image.Image:
 def clip(frames: int = 5) -> list[Image.Image]:
     """Frames of random colours."""
     return [picture(seed) for seed in range(frames)]
+
+
+def frames(seed: int = 0, count: int = 5) -> torch.Tensor:
+    """A clip of random numbers [1, 3, count, 32, 48]."""
+    return torch.rand(1, 3, count, 32, 48, generator=torch.Generator().manual_seed(seed))
 
 
 def unipc() -> UniPCMultistepScheduler:
@@ -340,7 +354,11 @@ def opened(write: Callable[[Path], Path], pipeline: str = "", **parts: Any) -> D
     """The pipeline of a folder that another module writes, or one of another class with its parts."""
     with tempfile.TemporaryDirectory() as folder:
         made = DiffusionPipeline.from_pretrained(write(Path(folder)))
-    return getattr(diffusers, pipeline)(**made.components | parts) if pipeline else made
+    if not pipeline:
+        return made
+    kind = getattr(diffusers, pipeline)
+    taken = inspect.signature(kind.__init__).parameters
+    return kind(**{name: part for name, part in (made.components | parts).items() if name in taken})
 
 
 TILES = {"prompt": PROMPT, "height": 64, "width": 96, "num_frames": 9}
@@ -355,9 +373,31 @@ OTHERS = {
         **TILES,
         image=picture(),
     ),
+    "LTXI2VLongMultiPromptPipeline": small(
+        partial(opened, ltx_folder, "LTXI2VLongMultiPromptPipeline", scheduler=FlowMatchEulerDiscreteScheduler()),
+        **TILES,
+        cond_image=picture(),
+        decode_horizontal_tiles=1,
+        decode_vertical_tiles=1,
+    ),
     "LTX2Pipeline": small(partial(opened, ltx2_folder), **TILES),
     "LTX2ImageToVideoPipeline": small(
         partial(opened, ltx2_folder, "LTX2ImageToVideoPipeline"), **TILES, image=picture()
+    ),
+    "LTX2ConditionPipeline": small(
+        partial(opened, ltx2_folder, "LTX2ConditionPipeline"),
+        **TILES,
+        conditions=LTX2VideoCondition(frames=frames()[:, :, 0], index=0, strength=1.0, crf=0),
+    ),
+    "LTX2InContextPipeline": small(
+        partial(opened, ltx2_folder, "LTX2InContextPipeline"),
+        **TILES,
+        reference_conditions=LTX2ReferenceCondition(frames=frames(count=9)[0].movedim(0, 1)),
+    ),
+    "LTX2HDRPipeline": small(
+        partial(opened, ltx2_folder, "LTX2HDRPipeline"),
+        **TILES,
+        reference_conditions=LTX2HDRReferenceCondition(frames=frames(count=9)[0].movedim(0, 1)),
     ),
 }
 
@@ -505,7 +545,7 @@ def easyanimate(pipeline: str, channels: int = 4) -> DiffusionPipeline:
             mmdit_layers=2,
             time_embed_dim=8,
             text_embed_dim=WIDTH,
-            add_noise_in_inpaint_model=True,
+            resize_inpaint_mask_directly=False,  # its other way asks for a setting that the VAE has not
         ),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
     )
@@ -538,11 +578,6 @@ def flow_map_network(kind: type, **sizes: Any) -> torch.nn.Module:
     return wan_network(kind, gate_value=0.25, deltatime_type="r", **sizes)
 
 
-def frames(seed: int = 0) -> torch.Tensor:
-    """A clip of random numbers [1, 3, 5, 32, 48]."""
-    return torch.rand(1, 3, 5, 32, 48, generator=torch.Generator().manual_seed(seed))
-
-
 SANA = {
     "prompt": PROMPT,
     "height": 32,
@@ -551,11 +586,96 @@ SANA = {
     "max_sequence_length": 16,
     "use_resolution_binning": False,
 }
+
+
+def cosmos3() -> DiffusionPipeline:
+    """A pipeline of Cosmos 3 without what judges prompts and videos."""
+    words = qwen_tokenizer(pipeline_cosmos3_omni._SYSTEM_PROMPT_VIDEO)
+    network = Cosmos3OmniTransformer(
+        head_dim=12,
+        hidden_size=24,
+        intermediate_size=32,
+        latent_channel=16,
+        latent_patch_size=2,
+        patch_latent_dim=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=2,
+        rope_axes_dim=[2, 2, 2],
+        vocab_size=len(words),
+    )
+    return diffusers.Cosmos3OmniPipeline(
+        transformer=network, text_tokenizer=words, vae=wan_vae(), scheduler=unipc(), enable_safety_checker=False
+    )
+
+
+def kandinsky6() -> DiffusionPipeline:
+    """A pipeline of Kandinsky 6 without its sound."""
+    words = qwen_tokenizer(pipeline_kandinsky6_ti2va._PROMPT_TEMPLATE)
+    network = Kandinsky6Transformer3DModel(
+        in_text_dim=WIDTH,
+        in_text_dim2=WIDTH,
+        time_dim=16,
+        model_dim=16,
+        ff_dim=32,
+        num_text_blocks=1,
+        num_visual_blocks=2,
+        axes_dims=(2, 2, 4),
+        model_dim_a=16,
+        time_dim_a=16,
+        ff_dim_a=32,
+        axes_dims_a=(2, 2, 4),
+        visual_token_type_num_embeddings=2,
+    )
+    return diffusers.Kandinsky6TI2VAPipeline(
+        transformer=network,
+        vae=hunyuan_vae(16),
+        text_encoder=qwen25_vl(words),
+        tokenizer=words,
+        text_encoder_2=clip_encoder(longest=77),
+        tokenizer_2=clip_tokenizer(77),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+    )
+
+
+def sana_wm() -> DiffusionPipeline:
+    """A pipeline of SANA-WM, whose camera moves."""
+    words = gemma_tokenizer(" ".join(pipeline_sana_wm.DEFAULT_CHI_PROMPT))
+    network = SanaWMTransformer3DModel(
+        in_channels=16,
+        num_layers=2,
+        hidden_size=48,
+        num_attention_heads=2,
+        softmax_every_n=2,
+        linear_head_dim=24,
+        chunk_plucker_post_attn_blocks=2,
+        image_size=64,
+        caption_channels=WIDTH,
+    )
+    return diffusers.SanaWMPipeline(
+        tokenizer=words,
+        text_encoder=gemma2(words),
+        vae=opened(ltx2_folder).vae,
+        transformer=network,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+    )
+
+
 FLOW_MAP = partial(FlowMapEulerDiscreteScheduler, shift=5.0)
 EULER = partial(FlowMatchEulerDiscreteScheduler, shift=5.0)
+PATH = np.stack([np.eye(4, dtype=np.float32)] * 9)
+PATH[:, 2, 3] = np.arange(9) / 10
 MORE = {
+    "Cosmos3OmniPipeline": small(cosmos3, **CALL),
+    "Kandinsky6TI2VAPipeline": small(kandinsky6, **SHORT, sample_audio=False),
+    "Kandinsky6TI2VAPipeline with a picture": small(kandinsky6, **SHORT, sample_audio=False, image=picture()),
+    "SanaWMPipeline": small(
+        sana_wm, **TILES, image=picture(), c2w=PATH, intrinsics=[48.0, 48.0, 24.0, 16.0], max_sequence_length=16
+    ),
     "Kandinsky5T2VPipeline": small(partial(kandinsky, "Kandinsky5T2VPipeline", False), **SHORT),
-    "Kandinsky5I2VPipeline": small(partial(kandinsky, "Kandinsky5I2VPipeline", True), **NINE, image=picture()),
+    "Kandinsky5I2VPipeline": small(
+        partial(kandinsky, "Kandinsky5I2VPipeline", True), **SHORT | {"num_frames": 17}, image=picture()
+    ),
     "SanaVideoPipeline": small(partial(sana, "SanaVideoPipeline"), **SANA),
     "SanaImageToVideoPipeline": small(
         partial(sana, "SanaImageToVideoPipeline", scheduler=EULER()), **SANA, image=picture()
@@ -617,11 +737,11 @@ MORE = {
     ),
     "EasyAnimatePipeline": small(partial(easyanimate, "EasyAnimatePipeline"), **CALL, negative_prompt=""),
     "EasyAnimateInpaintPipeline": small(
-        partial(easyanimate, "EasyAnimateInpaintPipeline", 9),
+        partial(easyanimate, "EasyAnimateInpaintPipeline", 12),
         **CALL,
         negative_prompt="",
         video=frames(),
-        mask_video=frames(1) > 0.5,
+        mask_video=(frames(1)[:, :1] > 0.5).float(),
     ),
     "AnyFlowPipeline": small(
         partial(wan, "AnyFlowPipeline", partial(flow_map_network, AnyFlowTransformer3DModel), scheduler=FLOW_MAP),
