@@ -39,6 +39,7 @@ def save(make: Callable[[], DiffusionPipeline], folder: Path) -> None:
         for component in pipeline.components.values():
             if isinstance(component, nn.Module):
                 enliven(component.eval())
+                strengthen(component)
     pipeline.save_pretrained(folder)
 
 
@@ -53,6 +54,15 @@ def enliven(network: nn.Module) -> None:
         elif name.endswith(("running_mean", "running_var")) or (isinstance(weight, nn.Parameter) and is_one(weight)):
             level = weight.flatten()[0]
             weight.copy_((level if level else 1) * (1 if level else 0) + 0.1 * torch.randn(weight.shape).clamp(-3, 3))
+
+
+@torch.no_grad()
+def strengthen(network: nn.Module) -> None:
+    """Raise small weights until a layer keeps the size of its input, so that a prompt shows in the picture."""
+    for module in network.modules():
+        if isinstance(module, nn.Embedding | nn.Linear | nn.Conv2d | nn.Conv3d):
+            size = 1.0 if isinstance(module, nn.Embedding) else module.weight[0].numel() ** -0.5
+            module.weight.mul_(max(1.0, size / float(module.weight.std())))
 
 
 def is_one(weight: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ import numpy as np
 from diffusers import FlowMatchEulerDiscreteScheduler as Euler
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from PIL import Image
-from transformers import GlmConfig, GlmModel, T5GemmaModuleConfig
+from transformers import GlmConfig, GlmModel, T5GemmaConfig, T5GemmaModuleConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from pipelines import Small, small
@@ -432,7 +432,9 @@ def prx() -> d.PRXPipeline:
         in_channels=16, context_in_dim=t.WIDTH, hidden_size=32, mlp_ratio=2.0, num_heads=2, depth=2, axes_dim=[8, 8]
     )
     sizes = {"layer_types": ["full_attention"] * 2, "query_pre_attn_scalar": 8, "dropout_rate": 0.0}
-    encoder = T5GemmaEncoder(T5GemmaModuleConfig(**t.decoder_sizes(words, t.WIDTH, **sizes)))
+    config = T5GemmaModuleConfig(**t.decoder_sizes(words, t.WIDTH, **sizes))
+    encoder = T5GemmaEncoder(config)
+    encoder.config = T5GemmaConfig(encoder=config, decoder=config)  # published folders hold the whole model's
     return d.PRXPipeline(
         transformer=network, scheduler=Euler(shift=3.0), text_encoder=encoder, tokenizer=words, vae=vae()
     )
@@ -625,6 +627,8 @@ def nucleus() -> d.NucleusMoEImagePipeline:
     """Nucleus-Image: experts, and features of the eighth layer of Qwen3-VL from the end."""
     words = t.qwen_tokenizer(d.NucleusMoEImagePipeline)
     network = d.NucleusMoEImageTransformer2DModel(
+        in_channels=64,
+        out_channels=16,
         num_layers=2,
         attention_head_dim=16,
         num_attention_heads=2,
@@ -633,7 +637,7 @@ def nucleus() -> d.NucleusMoEImagePipeline:
         moe_enabled=True,
         num_experts=4,
         dense_moe_strategy="leave_first_block_dense",
-        capacity_factors=[8.0, 8.0],
+        capacity_factors=[2.0, 2.0],
     )
     return d.NucleusMoEImagePipeline(
         transformer=network,

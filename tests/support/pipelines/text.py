@@ -83,8 +83,8 @@ def qwen_tokenizer(*places: Any, longest: int = 512) -> Qwen2Tokenizer:
     made = Qwen2Tokenizer(
         vocab=numbered(["<|endoftext|>"], CHAT_MARKS, sorted(ByteLevel.alphabet()), parts),
         merges=merges,
-        additional_special_tokens=list(CHAT_MARKS),
-        extra_special_tokens={"image_token": "<|image_pad|>"},
+        extra_special_tokens={"image_token": "<|image_pad|>"}
+        | {mark.strip("<|>") + "_mark": mark for mark in CHAT_MARKS},
         model_max_length=longest,
         chat_template=CHAT,
     )
