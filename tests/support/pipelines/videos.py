@@ -444,6 +444,7 @@ PROMPT = {"prompt": "a red circle moves left"}
 SIZE = {"height": 32, "width": 48}
 CALL = PROMPT | SIZE | {"num_frames": 5}
 SHORT = CALL | {"max_sequence_length": 16}
+LONG = CALL | {"max_sequence_length": 32}  # with the end of a template
 NINE = SHORT | {"num_frames": 9}
 LARGE = CALL | {"height": 64, "width": 96, "num_frames": 9}
 SANA = PROMPT | {"height": 32, "width": 64, "frames": 5, "max_sequence_length": 16, "use_resolution_binning": False}
@@ -593,10 +594,10 @@ VIDEOS: dict[str, Small] = dict(
         built("LTX2InContextPipeline", opened, LARGE | {"reference_conditions": SHOWN}, ltx2_folder),
         built("LTX2HDRPipeline", opened, LARGE | {"reference_conditions": BRIGHT}, ltx2_folder),
         built("MochiPipeline", mochi, SHORT | {"num_frames": 7}),
-        built("Kandinsky5T2VPipeline", kandinsky, SHORT),
-        built("Kandinsky5I2VPipeline", kandinsky, SHORT | SEEN | {"num_frames": 17}, seen=True),
-        built("Kandinsky6TI2VAPipeline", kandinsky6, SHORT | {"sample_audio": False}),
-        built("Kandinsky6TI2VAPipeline with a picture", kandinsky6, SHORT | SEEN | {"sample_audio": False}),
+        built("Kandinsky5T2VPipeline", kandinsky, LONG),
+        built("Kandinsky5I2VPipeline", kandinsky, LONG | SEEN | {"num_frames": 17}, seen=True),
+        built("Kandinsky6TI2VAPipeline", kandinsky6, LONG | {"sample_audio": False}),
+        built("Kandinsky6TI2VAPipeline with a picture", kandinsky6, LONG | SEEN | {"sample_audio": False}),
         built("SanaVideoPipeline", sana, SANA, DPM),
         built("SanaImageToVideoPipeline", sana, SANA | SEEN, SHIFTED),
         built("SanaWMPipeline", sana_wm, LARGE | SEEN | CAMERA | {"max_sequence_length": 16}),
