@@ -37,7 +37,7 @@ TOWER = TINY | {"image_size": 28, "patch_size": 14}
 
 
 def picture(seed: int = 0) -> Image.Image:
-    """A picture of random colours."""
+    """A picture of random colors."""
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (32, 48, 3), dtype=np.uint8))
 
 
@@ -420,7 +420,7 @@ def easyanimate(kind: type[d.DiffusionPipeline], channels: int = 4) -> d.Diffusi
 
 
 def cosmos3(kind: type[d.DiffusionPipeline]) -> d.DiffusionPipeline:
-    """A pipeline of Cosmos 3 without what judges prompts and videos."""
+    """A pipeline of Cosmos 3 without its check of prompts and videos."""
     words = t.qwen_tokenizer(pipeline_cosmos3_omni._SYSTEM_PROMPT_VIDEO)
     network = d.Cosmos3OmniTransformer(
         head_dim=12,
@@ -443,7 +443,8 @@ def cosmos3(kind: type[d.DiffusionPipeline]) -> d.DiffusionPipeline:
 PROMPT = {"prompt": "a red circle moves left"}
 SIZE = {"height": 32, "width": 48}
 CALL = PROMPT | SIZE | {"num_frames": 5}
-SHORT = CALL | {"max_sequence_length": 16}
+TEXT = {"max_sequence_length": 16}
+SHORT = CALL | TEXT
 LONG = CALL | {"max_sequence_length": 32}  # with the end of a template
 NINE = SHORT | {"num_frames": 9}
 LARGE = CALL | {"height": 64, "width": 96, "num_frames": 9}
@@ -504,7 +505,7 @@ VIDEOS: dict[str, Small] = dict(
             **READ,
         ),
         built("WanImageToVideoPipeline with a time per token", wan, SHORT | SEEN, **WIDE),
-        built("WanVideoToVideoPipeline", wan, PROMPT | SIZE | {"max_sequence_length": 16, "video": CLIP}),
+        built("WanVideoToVideoPipeline", wan, PROMPT | SIZE | TEXT | {"video": CLIP}),
         built(
             "WanVACEPipeline",
             wan,
@@ -587,12 +588,12 @@ VIDEOS: dict[str, Small] = dict(
         built("LTXImageToVideoPipeline", opened, LARGE | SEEN, ltx_folder),
         built("LTXConditionPipeline", opened, LARGE | SEEN, ltx_folder, scheduler=Euler()),
         built("LTXI2VLongMultiPromptPipeline", opened, LARGE | WHOLE, ltx_folder, scheduler=Euler()),
-        built("LTX2Pipeline", opened, LARGE, ltx2_folder),
-        built("LTX2Pipeline of its newer form", opened, LARGE, partial(ltx2_folder, newer=True)),
-        built("LTX2ImageToVideoPipeline", opened, LARGE | SEEN, ltx2_folder),
-        built("LTX2ConditionPipeline", opened, LARGE | {"conditions": FIRST}, ltx2_folder),
-        built("LTX2InContextPipeline", opened, LARGE | {"reference_conditions": SHOWN}, ltx2_folder),
-        built("LTX2HDRPipeline", opened, LARGE | {"reference_conditions": BRIGHT}, ltx2_folder),
+        built("LTX2Pipeline", opened, LARGE | TEXT, ltx2_folder),
+        built("LTX2Pipeline of its newer form", opened, LARGE | TEXT, partial(ltx2_folder, newer=True)),
+        built("LTX2ImageToVideoPipeline", opened, LARGE | TEXT | SEEN, ltx2_folder),
+        built("LTX2ConditionPipeline", opened, LARGE | TEXT | {"conditions": FIRST}, ltx2_folder),
+        built("LTX2InContextPipeline", opened, LARGE | TEXT | {"reference_conditions": SHOWN}, ltx2_folder),
+        built("LTX2HDRPipeline", opened, LARGE | TEXT | {"reference_conditions": BRIGHT}, ltx2_folder),
         built("MochiPipeline", mochi, SHORT | {"num_frames": 7}),
         built("Kandinsky5T2VPipeline", kandinsky, LONG),
         built("Kandinsky5I2VPipeline", kandinsky, LONG | SEEN | {"num_frames": 17}, seen=True),
@@ -600,7 +601,7 @@ VIDEOS: dict[str, Small] = dict(
         built("Kandinsky6TI2VAPipeline with a picture", kandinsky6, LONG | SEEN | {"sample_audio": False}),
         built("SanaVideoPipeline", sana, SANA, DPM),
         built("SanaImageToVideoPipeline", sana, SANA | SEEN, SHIFTED),
-        built("SanaWMPipeline", sana_wm, LARGE | SEEN | CAMERA | {"max_sequence_length": 16}),
+        built("SanaWMPipeline", sana_wm, LARGE | SEEN | CAMERA | TEXT),
         built("MotifVideoPipeline", motif, SHORT),
         built("MotifVideoImage2VideoPipeline", motif, SHORT | SEEN, seen=True),
         built("EasyAnimatePipeline", easyanimate, CALL | {"negative_prompt": ""}),
