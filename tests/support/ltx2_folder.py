@@ -97,7 +97,7 @@ def ltx2_folder(folder: Path, *, newer: bool = False, seed: int = 0) -> Path:
         vae=vae,
         audio_vae=audio_vae,
         text_encoder=gemma,
-        tokenizer=tokenizer(LENGTH, "<pad>"),
+        tokenizer=tokenizer(LENGTH, "<pad>", padding_side="left"),  # as Gemma's
         connectors=connectors,
         transformer=network,
         vocoder=vocoder,

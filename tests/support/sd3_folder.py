@@ -13,7 +13,7 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrained
 SAID = "a an big small red green blue yellow circle square triangle moving moves left right up down picture of and"
 
 
-def tokenizer(longest: int, pad: str, start: str = "") -> PreTrainedTokenizerFast:
+def tokenizer(longest: int, pad: str, start: str = "", **settings: str) -> PreTrainedTokenizerFast:
     """Return a tokenizer of words that ends a text with <end>, and begins it with `start`."""
     names = dict.fromkeys([pad, "[unknown]", "<start>", *SAID.split(), "<end>"])  # CLIP looks for the highest id
     vocabulary = {word: number for number, word in enumerate(names)}
@@ -22,7 +22,12 @@ def tokenizer(longest: int, pad: str, start: str = "") -> PreTrainedTokenizerFas
     marks = [(word, vocabulary[word]) for word in ("<start>", "<end>")]
     made.post_processor = TemplateProcessing(single=f"{start} $A <end>".strip(), special_tokens=marks)
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token="[unknown]", pad_token=pad, eos_token="<end>", model_max_length=longest
+        tokenizer_object=made,
+        unk_token="[unknown]",
+        pad_token=pad,
+        eos_token="<end>",
+        model_max_length=longest,
+        **settings,
     )
 
 

@@ -1,0 +1,685 @@
+"""Small folders of pipelines that make images. Latents of 8 x 12, so that a swap of height and width shows."""
+
+from typing import Any
+
+import diffusers as d
+import numpy as np
+from diffusers import FlowMatchEulerDiscreteScheduler as Euler
+from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
+from PIL import Image
+from transformers import GlmConfig, GlmModel, T5GemmaConfig, T5GemmaModuleConfig
+from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
+
+from pipelines import Small, small
+from pipelines import text as t
+
+PICTURE = Image.fromarray((40 * np.arange(64 * 96 * 3).reshape(64, 96, 3) ** 2 % 251).astype(np.uint8))
+HALF = Image.fromarray((255 * (np.arange(64 * 96).reshape(64, 96) % 96 < 48)).astype(np.uint8))
+SIZE = {"height": 64, "width": 96}
+PROMPT = "a red circle moves left"
+CALL = {"prompt": PROMPT, **SIZE}
+SHIFT_BY_SIZE = {
+    "use_dynamic_shifting": True,
+    "base_shift": 0.5,
+    "max_shift": 1.15,
+    "base_image_seq_len": 256,
+    "max_image_seq_len": 4096,
+}
+
+
+def vae(channels: int = 16, levels: int = 4, **sizes: Any) -> d.AutoencoderKL:
+    """An autoencoder of images: 2 ** (levels - 1) pixels a latent, by default as that of FLUX.1 and SD3."""
+    return d.AutoencoderKL(**vae_sizes(channels, levels), **{"scaling_factor": 0.3611, "shift_factor": 0.1159} | sizes)
+
+
+def vae_sizes(channels: int, levels: int) -> dict[str, Any]:
+    """Return the sizes that the autoencoders of images share."""
+    return {
+        "down_block_types": ["DownEncoderBlock2D"] * levels,
+        "up_block_types": ["UpDecoderBlock2D"] * levels,
+        "block_out_channels": [8] * levels,
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "latent_channels": channels,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+    }
+
+
+def flux_network(**sizes: Any) -> d.FluxTransformer2DModel:
+    """FLUX.1's network with a block of each kind, and with the guidance as an input."""
+    given = {"in_channels": 64, "num_layers": 1, "num_single_layers": 1, "guidance_embeds": True} | sizes
+    heads = {"attention_head_dim": 16, "num_attention_heads": 2, "axes_dims_rope": (4, 6, 6)}
+    return d.FluxTransformer2DModel(joint_attention_dim=t.WIDTH, pooled_projection_dim=t.WIDTH, **heads, **given)
+
+
+def flux_parts(**sizes: Any) -> dict[str, Any]:
+    """Return the components of FLUX.1."""
+    return {
+        "scheduler": Euler(shift=3.0, **SHIFT_BY_SIZE),
+        "vae": vae(),
+        "text_encoder": t.clip_encoder(),
+        "tokenizer": t.clip_tokenizer(),
+        "text_encoder_2": t.t5_encoder(),
+        "tokenizer_2": t.t5_tokenizer(),
+        "transformer": flux_network(**sizes),
+    }
+
+
+def flux() -> d.FluxPipeline:
+    """FLUX.1 dev."""
+    return d.FluxPipeline(**flux_parts())
+
+
+def flux2_parts(guidance: bool, width: int) -> dict[str, Any]:
+    """Return the components that FLUX.2 and its small relative share."""
+    sizes = {"in_channels": 128, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16}
+    network = d.Flux2Transformer2DModel(
+        num_attention_heads=2, joint_attention_dim=width, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=guidance, **sizes
+    )
+    return {
+        "scheduler": Euler(shift=3.0, **SHIFT_BY_SIZE),
+        "vae": d.AutoencoderKLFlux2(**vae_sizes(32, 4)),
+        "transformer": network,
+    }
+
+
+def flux2() -> d.Flux2Pipeline:
+    """FLUX.2 dev: features of two layers of Mistral 3. The tokenizer alone stands for the processor of pictures."""
+    words = t.qwen_tokenizer(SYSTEM_MESSAGE)
+    encoder = t.mistral3(words)
+    return d.Flux2Pipeline(text_encoder=encoder, tokenizer=words, **flux2_parts(True, 2 * t.WIDTH))
+
+
+def flux2_klein() -> d.Flux2KleinPipeline:
+    """FLUX.2 Klein: features of two layers of Qwen3."""
+    words = t.qwen_tokenizer()
+    encoder = t.qwen3(words, head=True)
+    return d.Flux2KleinPipeline(text_encoder=encoder, tokenizer=words, **flux2_parts(False, 2 * t.WIDTH))
+
+
+def z_image() -> d.ZImagePipeline:
+    """Z-Image: lists of samples and of prompts' features, time that runs forward."""
+    words = t.qwen_tokenizer()
+    network = d.ZImageTransformer2DModel(
+        in_channels=16,
+        dim=32,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=t.WIDTH,
+        axes_dims=[8, 4, 4],
+        axes_lens=[256, 32, 32],
+    )
+    return d.ZImagePipeline(
+        scheduler=Euler(shift=3.0), vae=vae(), text_encoder=t.qwen3(words), tokenizer=words, transformer=network
+    )
+
+
+def chroma_parts() -> dict[str, Any]:
+    """Return the components of Chroma."""
+    network = d.ChromaTransformer2DModel(
+        in_channels=64,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=t.WIDTH,
+        axes_dims_rope=(4, 6, 6),
+        approximator_hidden_dim=32,
+        approximator_layers=1,
+        approximator_num_channels=16,
+    )
+    words = {"text_encoder": t.t5_encoder(), "tokenizer": t.t5_tokenizer()}
+    return {"scheduler": Euler(**SHIFT_BY_SIZE), "vae": vae(), "transformer": network, **words}
+
+
+def chroma() -> d.ChromaPipeline:
+    """Chroma: FLUX.1 without pooled features, whose levels of the blocks come from a small network."""
+    return d.ChromaPipeline(**chroma_parts())
+
+
+def qwen_vae(levels: int = 4, channels: int = 16) -> d.AutoencoderKLQwenImage:
+    """Qwen-Image's autoencoder of frames, with a mean and a deviation for each channel."""
+    return d.AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=channels,
+        dim_mult=[1, 2, 2, 2][:levels],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True][: levels - 1],
+        latents_mean=[0.1 * n - 0.5 for n in range(channels)],
+        latents_std=[0.5 + 0.05 * n for n in range(channels)],
+    )
+
+
+def qwen_image_parts(pipeline: type[d.DiffusionPipeline]) -> dict[str, Any]:
+    """Return the components of the pipelines of Qwen-Image."""
+    words = t.qwen_tokenizer(pipeline)
+    network = d.QwenImageTransformer2DModel(
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=t.WIDTH,
+        axes_dims_rope=(4, 6, 6),
+    )
+    shifts = SHIFT_BY_SIZE | {"max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02}
+    return {
+        "scheduler": Euler(**shifts),
+        "vae": qwen_vae(),
+        "text_encoder": t.qwen25_vl(words),
+        "tokenizer": words,
+        "transformer": network,
+    }
+
+
+def qwen_image() -> d.QwenImagePipeline:
+    """Qwen-Image."""
+    return d.QwenImagePipeline(**qwen_image_parts(d.QwenImagePipeline))
+
+
+def stable_diffusion_3() -> d.StableDiffusion3Pipeline:
+    """Stable Diffusion 3.5, whose first block has an attention of the image alone."""
+    network = d.SD3Transformer2DModel(
+        sample_size=16,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=t.WIDTH,
+        caption_projection_dim=32,
+        pooled_projection_dim=24,
+        pos_embed_max_size=12,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    )
+    clips = {
+        "text_encoder": t.clip_encoder(True, 8),
+        "tokenizer": t.clip_tokenizer(),
+        "text_encoder_2": t.clip_encoder(True, 16, hidden_act="gelu"),
+        "tokenizer_2": t.clip_tokenizer(),
+    }
+    return d.StableDiffusion3Pipeline(
+        transformer=network,
+        scheduler=Euler(shift=3.0),
+        vae=vae(scaling_factor=1.5305, shift_factor=0.0609),
+        text_encoder_3=t.t5_encoder(),
+        tokenizer_3=t.t5_tokenizer(),
+        **clips,
+    )
+
+
+def deep_vae() -> d.AutoencoderDC:
+    """SANA's autoencoder: here 4 pixels a latent."""
+    blocks = {"attention_head_dim": 4, "latent_channels": 8, "in_channels": 3}
+    for side in ("encoder", "decoder"):
+        blocks[f"{side}_block_types"] = ("ResBlock", "ResBlock", "EfficientViTBlock")
+        blocks[f"{side}_block_out_channels"] = (8, 8, 16)
+        blocks[f"{side}_qkv_multiscales"] = ((), (), (5,))
+        blocks[f"{side}_layers_per_block"] = (1, 1, 1)
+    return d.AutoencoderDC(scaling_factor=0.41407, **blocks)
+
+
+def sana_parts(pipeline: type[d.DiffusionPipeline]) -> dict[str, Any]:
+    """Return the components of the pipelines of SANA."""
+    words = t.gemma_tokenizer(pipeline)
+    network = d.SanaTransformer2DModel(
+        in_channels=8,
+        out_channels=8,
+        num_layers=2,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        num_cross_attention_heads=2,
+        cross_attention_head_dim=8,
+        cross_attention_dim=16,
+        caption_channels=t.WIDTH,
+        sample_size=16,
+    )
+    text = {"tokenizer": words, "text_encoder": t.gemma2(words)}
+    return {**text, "vae": deep_vae(), "transformer": network, "scheduler": Euler(shift=3.0)}
+
+
+def sana() -> d.SanaPipeline:
+    """SANA: linear attention over latents of a deep autoencoder."""
+    return d.SanaPipeline(**sana_parts(d.SanaPipeline))
+
+
+def lumina2() -> d.Lumina2Pipeline:
+    """Lumina 2: time is 1 - sigma and the output is turned."""
+    words = t.gemma_tokenizer(d.Lumina2Pipeline)
+    network = d.Lumina2Transformer2DModel(
+        sample_size=8,
+        in_channels=16,
+        hidden_size=32,
+        num_layers=2,
+        num_refiner_layers=1,
+        num_attention_heads=2,
+        num_kv_heads=1,
+        multiple_of=16,
+        axes_dim_rope=(8, 4, 4),
+        axes_lens=(300, 32, 32),
+        cap_feat_dim=t.WIDTH,
+    )
+    text = {"tokenizer": words, "text_encoder": t.gemma2(words)}
+    return d.Lumina2Pipeline(transformer=network, scheduler=Euler(shift=6.0), vae=vae(), **text)
+
+
+def lumina() -> d.LuminaPipeline:
+    """Lumina-Next: twice as many channels leave the network as enter it."""
+    words = t.gemma_tokenizer(d.LuminaPipeline)
+    network = d.LuminaNextDiT2DModel(
+        sample_size=8,
+        in_channels=4,
+        hidden_size=32,
+        num_layers=2,
+        num_attention_heads=2,
+        num_kv_heads=1,
+        multiple_of=16,
+        cross_attention_dim=t.WIDTH,
+    )
+    text = {"tokenizer": words, "text_encoder": t.gemma(words)}
+    return d.LuminaPipeline(transformer=network, scheduler=Euler(), vae=vae(4, scaling_factor=0.13025), **text)
+
+
+def cogview4_parts(channels: int = 16) -> dict[str, Any]:
+    """Return the components of the pipelines of CogView 4."""
+    words = t.byte_tokenizer()
+    words.padding_side = "left"
+    network = d.CogView4Transformer2DModel(
+        in_channels=channels,
+        out_channels=16,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        text_embed_dim=t.WIDTH,
+        time_embed_dim=32,
+        condition_dim=8,
+        rope_axes_dim=(8, 8),
+        sample_size=8,
+    )
+    shifts = {"use_dynamic_shifting": True, "base_shift": 0.25, "max_shift": 0.75, "base_image_seq_len": 256}
+    return {
+        "tokenizer": words,
+        "text_encoder": GlmModel(GlmConfig(**t.decoder_sizes(words, t.WIDTH))),
+        "vae": vae(scaling_factor=1.0, shift_factor=None),
+        "transformer": network,
+        "scheduler": Euler(time_shift_type="linear", **shifts),
+    }
+
+
+def cogview4() -> d.CogView4Pipeline:
+    """CogView 4: the time is that before the shift."""
+    return d.CogView4Pipeline(**cogview4_parts())
+
+
+def aura_flow() -> d.AuraFlowPipeline:
+    """AuraFlow."""
+    network = d.AuraFlowTransformer2DModel(
+        sample_size=8,
+        in_channels=4,
+        num_mmdit_layers=1,
+        num_single_dit_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=t.WIDTH,
+        caption_projection_dim=32,
+        pos_embed_max_size=64,
+    )
+    text = {"tokenizer": t.t5_tokenizer(), "text_encoder": t.t5_encoder(kind="umt5")}
+    autoencoder = vae(4, scaling_factor=0.13025, shift_factor=None)
+    return d.AuraFlowPipeline(vae=autoencoder, transformer=network, scheduler=Euler(shift=1.73), **text)
+
+
+def hidream() -> d.HiDreamImagePipeline:
+    """HiDream-I1: four text encoders, experts, and images of as many latents as 128 x 128 whatever size is asked."""
+    network = d.HiDreamImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        caption_channels=[t.WIDTH, t.WIDTH],
+        text_emb_dim=24,
+        num_routed_experts=4,
+        num_activated_experts=2,
+        axes_dims_rope=(8, 4, 4),
+        max_resolution=(128, 128),
+        llama_layers=[0, 1],
+    )
+    words = t.byte_tokenizer()
+    encoders = {
+        "text_encoder": t.clip_encoder(True, 8),
+        "tokenizer": t.clip_tokenizer(),
+        "text_encoder_2": t.clip_encoder(True, 16, hidden_act="gelu"),
+        "tokenizer_2": t.clip_tokenizer(),
+        "text_encoder_3": t.t5_encoder(),
+        "tokenizer_3": t.t5_tokenizer(),
+        "text_encoder_4": t.named("LlamaForCausalLM", words),
+        "tokenizer_4": words,
+    }
+    return d.HiDreamImagePipeline(scheduler=Euler(shift=3.0), vae=vae(levels=2), transformer=network, **encoders)
+
+
+def ovis() -> d.OvisImagePipeline:
+    """Ovis-Image: FLUX.1's blocks with gated layers, after Qwen3."""
+    words = t.qwen_tokenizer(d.OvisImagePipeline)
+    network = d.OvisImageTransformer2DModel(
+        in_channels=64,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=t.WIDTH,
+        axes_dims_rope=(4, 6, 6),
+    )
+    text = {"text_encoder": t.qwen3(words), "tokenizer": words}
+    return d.OvisImagePipeline(scheduler=Euler(**SHIFT_BY_SIZE), vae=vae(), transformer=network, **text)
+
+
+def bria() -> d.BriaPipeline:
+    """Bria 3.2: features of T5 are cut to the prompt's length."""
+    network = d.BriaTransformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=t.WIDTH,
+        axes_dims_rope=[0, 8, 8],
+    )
+    text = {"text_encoder": t.t5_encoder(), "tokenizer": t.t5_tokenizer()}
+    autoencoder = vae(4, scaling_factor=0.13025, shift_factor=0.0)
+    return d.BriaPipeline(transformer=network, scheduler=Euler(**SHIFT_BY_SIZE), vae=autoencoder, **text)
+
+
+def wan_vae(**sizes: Any) -> d.AutoencoderKLWan:
+    """Wan's autoencoder of frames."""
+    return d.AutoencoderKLWan(
+        **{"base_dim": 8, "z_dim": 16, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1} | sizes,
+        temperal_downsample=[False, True, True],
+    )
+
+
+def bria_fibo() -> d.BriaFiboPipeline:
+    """Bria Fibo: each block is given the features of a layer of its own of SmolLM3. Empty prompts are token 128000."""
+    words = t.byte_tokenizer()
+    encoder = t.named("SmolLM3ForCausalLM", words, 16, vocab_size=128001, head_dim=4, num_key_value_heads=4)
+    network = d.BriaFiboTransformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        text_encoder_dim=16,
+        axes_dims_rope=[0, 8, 8],
+    )
+    residual = {"is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2, "decoder_base_dim": 8}
+    return d.BriaFiboPipeline(
+        transformer=network,
+        scheduler=Euler(**SHIFT_BY_SIZE),
+        vae=wan_vae(scale_factor_spatial=16, **residual),
+        text_encoder=encoder,
+        tokenizer=words,
+    )
+
+
+def prx() -> d.PRXPipeline:
+    """PRX, with the encoder of T5 Gemma."""
+    words = t.gemma_tokenizer(longest=24)
+    network = d.PRXTransformer2DModel(
+        in_channels=16, context_in_dim=t.WIDTH, hidden_size=32, mlp_ratio=2.0, num_heads=2, depth=2, axes_dim=[8, 8]
+    )
+    sizes = {"layer_types": ["full_attention"] * 2, "query_pre_attn_scalar": 8, "dropout_rate": 0.0}
+    config = T5GemmaModuleConfig(**t.decoder_sizes(words, t.WIDTH, **sizes))
+    encoder = T5GemmaEncoder(config)
+    encoder.config = T5GemmaConfig(encoder=config, decoder=config)  # published folders hold the whole model's
+    return d.PRXPipeline(
+        transformer=network, scheduler=Euler(shift=3.0), text_encoder=encoder, tokenizer=words, vae=vae()
+    )
+
+
+def hunyuan_image() -> d.HunyuanImagePipeline:
+    """HunyuanImage 2.1: Qwen2.5-VL, ByT5 for quoted words, guidance as components."""
+    words = t.qwen_tokenizer(d.HunyuanImagePipeline)
+    network = d.HunyuanImageTransformer2DModel(
+        in_channels=8,
+        out_channels=8,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        patch_size=(1, 1),
+        text_embed_dim=t.WIDTH,
+        text_embed_2_dim=24,
+        rope_axes_dim=(8, 8),
+    )
+    autoencoder = d.AutoencoderKLHunyuanImage(
+        in_channels=3,
+        out_channels=3,
+        latent_channels=8,
+        block_out_channels=(32, 32, 32),
+        layers_per_block=1,
+        spatial_compression_ratio=4,
+        sample_size=64,
+        scaling_factor=0.75289,
+    )
+    guiders = {name: d.AdaptiveProjectedMixGuidance() for name in ("guider", "ocr_guider")}
+    text = {"text_encoder": t.qwen25_vl(words), "tokenizer": words}
+    text |= {"text_encoder_2": t.t5_encoder(24), "tokenizer_2": t.byt5_tokenizer()}
+    return d.HunyuanImagePipeline(scheduler=Euler(shift=5.0), vae=autoencoder, transformer=network, **text, **guiders)
+
+
+def kandinsky5_parts(pipeline: type[d.DiffusionPipeline], conditioned: bool) -> dict[str, Any]:
+    """Return the components of Kandinsky 5's image pipelines. A tokenizer stands for the processor of pictures."""
+    words = t.qwen_tokenizer(pipeline)
+    network = d.Kandinsky5Transformer3DModel(
+        in_visual_dim=16,
+        in_text_dim=t.WIDTH,
+        in_text_dim2=16,
+        time_dim=32,
+        out_visual_dim=16,
+        patch_size=(1, 2, 2),
+        model_dim=32,
+        ff_dim=64,
+        num_text_blocks=1,
+        num_visual_blocks=2,
+        axes_dims=(4, 6, 6),
+        visual_cond=conditioned,
+        attention_type="regular",
+    )
+    return {
+        "transformer": network,
+        "vae": vae(),
+        "text_encoder": t.qwen25_vl(words),
+        "tokenizer": words,
+        "text_encoder_2": t.clip_encoder(width=16, longest=77),
+        "tokenizer_2": t.clip_tokenizer(77),
+        "scheduler": Euler(shift=5.0),
+    }
+
+
+def kandinsky5() -> d.Kandinsky5T2IPipeline:
+    """Kandinsky 5 from text: latents with channels last."""
+    return d.Kandinsky5T2IPipeline(**kandinsky5_parts(d.Kandinsky5T2IPipeline, False))
+
+
+def krea2() -> d.Krea2Pipeline:
+    """Krea 2: features of three layers of Qwen3-VL."""
+    words = t.qwen_tokenizer(d.Krea2Pipeline)
+    network = d.Krea2Transformer2DModel(
+        in_channels=64,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
+        timestep_embed_dim=16,
+        text_hidden_dim=t.WIDTH,
+        num_text_layers=3,
+        text_num_attention_heads=2,
+        text_num_key_value_heads=1,
+        text_intermediate_size=32,
+        num_layerwise_text_blocks=1,
+        num_refiner_text_blocks=1,
+        axes_dims_rope=(4, 6, 6),
+    )
+    return d.Krea2Pipeline(
+        scheduler=Euler(**SHIFT_BY_SIZE),
+        vae=qwen_vae(),
+        text_encoder=t.qwen3_vl(words),
+        tokenizer=words,
+        transformer=network,
+        text_encoder_select_layers=(0, 1, 2),
+    )
+
+
+def longcat_parts(pipeline: type[d.DiffusionPipeline]) -> dict[str, Any]:
+    """Return the components of LongCat-Image: prompts of 512 tokens. A tokenizer stands for the processor."""
+    words = t.qwen_tokenizer(pipeline)
+    network = d.LongCatImageTransformer2DModel(
+        in_channels=64,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=t.WIDTH,
+        pooled_projection_dim=t.WIDTH,
+        axes_dims_rope=[4, 6, 6],
+    )
+    text = {"text_encoder": t.qwen25_vl(words), "tokenizer": words, "text_processor": words}
+    return {"scheduler": Euler(**SHIFT_BY_SIZE), "vae": vae(), "transformer": network, **text}
+
+
+def longcat_image() -> d.LongCatImagePipeline:
+    """LongCat-Image from text."""
+    return d.LongCatImagePipeline(**longcat_parts(d.LongCatImagePipeline))
+
+
+def flux_kontext() -> d.FluxKontextPipeline:
+    """FLUX.1 Kontext: tokens of a picture follow those of the sample."""
+    return d.FluxKontextPipeline(**flux_parts())
+
+
+def flux_fill() -> d.FluxFillPipeline:
+    """FLUX.1 Fill: 64 channels of the sample, 64 of the masked picture, 256 of the mask."""
+    return d.FluxFillPipeline(**flux_parts(in_channels=384, out_channels=64))
+
+
+def flux_control() -> d.FluxControlPipeline:
+    """FLUX.1 Canny and Depth: 64 channels of the sample and 64 of the control picture."""
+    return d.FluxControlPipeline(**flux_parts(in_channels=128, out_channels=64))
+
+
+def cogview4_control() -> d.CogView4ControlPipeline:
+    """CogView 4 with the channels of a control picture behind those of the sample."""
+    return d.CogView4ControlPipeline(**cogview4_parts(32))
+
+
+def qwen_image_edit() -> d.QwenImageEditPipeline:
+    """Qwen-Image-Edit: the picture is seen by the language model, and its tokens follow those of the sample."""
+    parts = qwen_image_parts(d.QwenImageEditPipeline)
+    return d.QwenImageEditPipeline(processor=t.picture_processor(parts["tokenizer"]), **parts)
+
+
+def qwen_image_edit_plus() -> d.QwenImageEditPlusPipeline:
+    """Qwen-Image-Edit-2509, with several pictures."""
+    parts = qwen_image_parts(d.QwenImageEditPlusPipeline)
+    return d.QwenImageEditPlusPipeline(processor=t.picture_processor(parts["tokenizer"]), **parts)
+
+
+def kandinsky5_edit() -> d.Kandinsky5I2IPipeline:
+    """Kandinsky 5 from a picture, whose latents and a mask stand in channels beside the sample's."""
+    parts = kandinsky5_parts(d.Kandinsky5I2IPipeline, True)
+    return d.Kandinsky5I2IPipeline(**parts | {"tokenizer": t.picture_processor(parts["tokenizer"])})
+
+
+def longcat_image_edit() -> d.LongCatImageEditPipeline:
+    """LongCat-Image-Edit."""
+    parts = longcat_parts(d.LongCatImageEditPipeline)
+    return d.LongCatImageEditPipeline(**parts | {"text_processor": t.picture_processor(parts["tokenizer"])})
+
+
+def ernie_image() -> d.ErnieImagePipeline:
+    """ERNIE-Image: FLUX.2's autoencoder, and features of Mistral 3."""
+    words = t.byte_tokenizer()
+    network = d.ErnieImageTransformer2DModel(
+        hidden_size=32,
+        num_attention_heads=2,
+        num_layers=2,
+        ffn_hidden_size=64,
+        text_in_dim=t.WIDTH,
+        rope_axes_dim=(4, 6, 6),
+    )
+    autoencoder = d.AutoencoderKLFlux2(**vae_sizes(32, 4))
+    return d.ErnieImagePipeline(
+        transformer=network,
+        vae=autoencoder,
+        text_encoder=t.mistral3(words).model,
+        tokenizer=words,
+        scheduler=Euler(shift=4.0),
+    )
+
+
+def nucleus() -> d.NucleusMoEImagePipeline:
+    """Nucleus-Image: experts, and features of the eighth layer of Qwen3-VL from the end."""
+    words = t.qwen_tokenizer(d.NucleusMoEImagePipeline)
+    network = d.NucleusMoEImageTransformer2DModel(
+        in_channels=64,
+        out_channels=16,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=t.WIDTH,
+        axes_dims_rope=(4, 6, 6),
+        moe_enabled=True,
+        num_experts=4,
+        dense_moe_strategy="leave_first_block_dense",
+        capacity_factors=[2.0, 2.0],
+    )
+    return d.NucleusMoEImagePipeline(
+        transformer=network,
+        scheduler=Euler(**SHIFT_BY_SIZE),
+        vae=qwen_vae(),
+        text_encoder=t.qwen3_vl(words, head=True, layers=8),
+        processor=t.picture_processor(words, 16),
+    )
+
+
+IMAGES: dict[str, Small] = {
+    "FluxPipeline": small(flux, **CALL, max_sequence_length=16),
+    "Flux2Pipeline": small(flux2, **CALL, max_sequence_length=96, text_encoder_out_layers=(1, 2)),
+    "Flux2KleinPipeline": small(flux2_klein, **CALL, max_sequence_length=24, text_encoder_out_layers=(1, 2)),
+    "ZImagePipeline": small(z_image, **CALL, max_sequence_length=24),
+    "ChromaPipeline": small(chroma, **CALL, max_sequence_length=16),
+    "QwenImagePipeline": small(qwen_image, **CALL, max_sequence_length=24),
+    "StableDiffusion3Pipeline": small(stable_diffusion_3, **CALL, max_sequence_length=16),
+    "SanaPipeline": small(sana, **CALL, max_sequence_length=24, use_resolution_binning=False),
+    "Lumina2Pipeline": small(lumina2, **CALL, max_sequence_length=64),
+    "LuminaPipeline": small(lumina, **CALL, max_sequence_length=24),
+    "CogView4Pipeline": small(cogview4, **CALL, max_sequence_length=24),
+    "AuraFlowPipeline": small(aura_flow, **CALL, max_sequence_length=16),
+    "HiDreamImagePipeline": small(hidream, **CALL, max_sequence_length=16),
+    "OvisImagePipeline": small(ovis, **CALL, max_sequence_length=32),
+    "BriaPipeline": small(bria, **CALL, max_sequence_length=16),
+    "BriaFiboPipeline": small(bria_fibo, **CALL, max_sequence_length=24),
+    "PRXPipeline": small(prx, **CALL, use_resolution_binning=False),
+    "HunyuanImagePipeline": small(hunyuan_image, **CALL),
+    "Kandinsky5T2IPipeline": small(kandinsky5, **CALL, max_sequence_length=32),
+    "Krea2Pipeline": small(krea2, **CALL, max_sequence_length=32),
+    "LongCatImagePipeline": small(longcat_image, **CALL, enable_prompt_rewrite=False),
+    "FluxKontextPipeline": small(
+        flux_kontext, **CALL, image=PICTURE, max_area=64 * 96, _auto_resize=False, max_sequence_length=16
+    ),
+    "FluxFillPipeline": small(flux_fill, **CALL, image=PICTURE, mask_image=HALF, max_sequence_length=16),
+    "FluxControlPipeline": small(flux_control, **CALL, control_image=PICTURE, max_sequence_length=16),
+    "CogView4ControlPipeline": small(cogview4_control, **CALL, control_image=PICTURE, max_sequence_length=24),
+    "QwenImageEditPipeline": small(qwen_image_edit, **CALL, image=PICTURE),
+    "QwenImageEditPlusPipeline": small(qwen_image_edit_plus, **CALL, image=[PICTURE, HALF.convert("RGB")]),
+    "Kandinsky5I2IPipeline": small(kandinsky5_edit, **CALL, image=PICTURE, max_sequence_length=64),
+    "LongCatImageEditPipeline": small(longcat_image_edit, prompt=PROMPT, image=PICTURE),
+    "ErnieImagePipeline": small(ernie_image, **CALL),
+    "NucleusMoEImagePipeline": small(nucleus, **CALL, max_sequence_length=48),
+}
