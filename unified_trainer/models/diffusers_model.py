@@ -29,7 +29,7 @@ class DiffusersModel:
     """
 
     network_class: ClassVar[type[ModelMixin]]
-    adapter_layers: ClassVar[tuple[str, ...]]
+    adapter_layers: tuple[str, ...]
     new_layers: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, network: nn.Module, folder: Path | None = None) -> None:

@@ -33,7 +33,7 @@ class EncoderConfig:
     """Keep text encoder and VAE in CPU memory, and copy them to the device while they are used. A training step then
     makes all samples before it scores any, so that the VAE is copied once. Changes no result."""
     embedded_guidance: NonNegative | None = None
-    """Guidance scale that a network takes as an input, as FLUX.1-dev does; by default the one that the pipeline's call has.
+    """Guidance scale that a network takes as an input, as FLUX.1-dev does; by default that of the pipeline's call.
     Refused for networks that take none."""
     cache: Annotated[str, MAY_CHANGE, WRITES] = ""
     """Folder for the embeddings of prompts on a disk that all ranks share; several runs may share it too. By default

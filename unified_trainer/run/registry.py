@@ -121,8 +121,8 @@ def _family_of_pipeline(name: str, where: str) -> Family:
 
     if not name.endswith("Pipeline") or name not in dir(diffusers):
         raise UserError(
-            f"{where}: {name} is no pipeline of diffusers {diffusers.__version__}; update diffusers, or name a family of "
-            "yours by --families"
+            f"{where}: {name} is no pipeline of diffusers {diffusers.__version__}; update diffusers, or name a family "
+            "of yours by --families"
         )
     from unified_trainer.models.pipeline.family import pipeline_family
 

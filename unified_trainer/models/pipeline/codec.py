@@ -47,9 +47,13 @@ class PipelineCodec:
         """Open a folder, of which no weight is read yet; UserError for settings that a pipeline does not take."""
         self.folder, self._device, config = folder, device, config.on(device.type)
         if config.vae_tile:
-            raise UserError(f"encoders.vae_tile: {folder} is opened by its pipeline, whose VAE is not tiled; set it to 0")
+            raise UserError(
+                f"encoders.vae_tile: {folder} is opened by its pipeline, whose VAE is not tiled; set it to 0"
+            )
         self._known, self._facts = known(folder), known(folder).any()
-        names = {name: value for name, value in read_json(folder / "model_index.json").items() if isinstance(value, list)}
+        names = {
+            name: value for name, value in read_json(folder / "model_index.json").items() if isinstance(value, list)
+        }
         parts = {
             name: component_class(folder / "model_index.json", *value)
             for name, value in names.items()
@@ -69,15 +73,15 @@ class PipelineCodec:
             return read
 
         self._parts = {
-            name: FrozenNetwork(reading(name), device, offload=config.offload, pinned=name == "vae") for name in networks
+            name: FrozenNetwork(reading(name), device, offload=config.offload, pinned=name == "vae")
+            for name in networks
         }
         self._settings = f"{config.text_precision} {config.vae_precision}"
-        guidance = self._known.pipeline.names.get("guidance_scale")
         self._guidance = config.embedded_guidance
         if self._guidance is not None and not self._facts.guidance:
             raise UserError(f"encoders.embedded_guidance: the network of {folder} takes no guidance; leave it out")
-        if self._guidance is None and guidance is not None:
-            self._guidance = float(guidance.default)
+        if self._guidance is None and self._facts.guidance:
+            self._guidance = float(self._known.pipeline.names["guidance_scale"].default)
         self.text_shapes: Shapes = {name: argument.shape for name, argument in self._facts.text.items()}
         self.text_shapes |= {name + ROWS: () for name, argument in self._facts.text.items() if argument.listed}
         tf32 = rounds_products() and config.text_precision == "fp32"
@@ -157,8 +161,8 @@ class PipelineCodec:
                 held = given[name][: len(value)].cpu() if name in self._facts.replicated else given[name].cpu()
                 if held.shape != value.shape or not torch.equal(held, value):
                     raise UserError(
-                        f"{self.folder}: {self._facts.pipeline} makes {name} of the prompt {prompt!r}, which it did not "
-                        "make of others: this prompt cannot be trained with this pipeline"
+                        f"{self.folder}: {self._facts.pipeline} makes {name} of prompt {prompt!r}, and did not of others: "
+                        "this prompt cannot be trained with this pipeline"
                     )
 
     # Images
@@ -213,7 +217,9 @@ class PipelineCodec:
         facts, raw = self._of(latents), self.raw(latents)
         with self._parts["vae"].in_use() as vae:
             words = {
-                name: value.to(raw).expand(len(raw), *value.shape[1:]).to(vae.dtype) if isinstance(value, Tensor) else value
+                name: value.to(raw).expand(len(raw), *value.shape[1:]).to(vae.dtype)
+                if isinstance(value, Tensor)
+                else value
                 for name, value in facts.decode.items()
             }
             raw = (raw[:, :, 0] if facts.flat else raw).to(vae.dtype)
@@ -242,9 +248,13 @@ class PipelineCodec:
 
     def _identity(self) -> str:
         """Return what the tensors of a prompt depend on: names, sizes and times of files, and library versions."""
-        files = [file for name in sorted(self._names) for file in sorted((self.folder / name).rglob("*")) if file.is_file()]
+        files = [
+            file for name in sorted(self._names) for file in sorted((self.folder / name).rglob("*")) if file.is_file()
+        ]
         facts = [(str(file.relative_to(self.folder)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        versions = f"torch {torch.__version__}, transformers {transformers.__version__}, diffusers {diffusers.__version__}"
+        versions = (
+            f"torch {torch.__version__}, transformers {transformers.__version__}, diffusers {diffusers.__version__}"
+        )
         return f"{versions}, {facts}"
 
 
@@ -253,7 +263,11 @@ def read_whole(kind: Any, folder: Path, dtype: torch.dtype) -> nn.Module:
     diffused = issubclass(kind, diffusers.ModelMixin)
     options = {"torch_dtype": dtype} if diffused else {"dtype": dtype}
     network, info = read_pretrained(kind, folder, use_safetensors=True, output_loading_info=True, **options)
-    for said, key in (("lacks", "missing_keys"), ("holds unknown", "unexpected_keys"), ("has another size of", "mismatched_keys")):
+    for said, key in (
+        ("lacks", "missing_keys"),
+        ("holds unknown", "unexpected_keys"),
+        ("has another size of", "mismatched_keys"),
+    ):
         if info[key]:
             names = sorted(map(str, info[key]))
             raise UserError(f"{folder} {said} {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}")

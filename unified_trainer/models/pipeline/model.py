@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,9 +25,12 @@ ROWS = " rows"  # behind the name of a padded argument: how many of its rows a p
 class PipelineModel(DiffusersModel):
     """A transformer of diffusers, behind the facts of its pipeline; conditions are named as its arguments."""
 
+    adapter_layers: tuple[str, ...]
+
     def __init__(self, network: nn.Module, folder: Path | None, facts: Known) -> None:
         super().__init__(network, folder)
         self._known, self._moved = facts, dict[tuple[Shape, torch.device], "_Moved"]()
+        self.adapter_layers = self._attention_layers(self.blocks)
         self._takes = inspect.signature(network.forward).parameters
 
     @classmethod
@@ -39,11 +41,11 @@ class PipelineModel(DiffusersModel):
             raise UserError(f"{folder / component / 'config.json'}: {name!r} is no network of diffusers")
         return cls(outline(kind, folder / component), folder / component, known(folder))
 
-    @cached_property
-    def adapter_layers(self) -> tuple[str, ...]:
-        """The linear layers of the blocks' attention, by the ends of their names."""
+    @staticmethod
+    def _attention_layers(blocks: Sequence[nn.Module]) -> tuple[str, ...]:
+        """Return the linear layers of the blocks' attention, by the ends of their names."""
         ends: dict[str, None] = {}
-        for block in self.blocks:
+        for block in blocks:
             for name, layer in block.named_modules():
                 place = max(
                     name.rfind(f"{part}.") for part in ("attn", "attn1", "attn2", "attention", "self_attention")
@@ -95,6 +97,14 @@ class PipelineModel(DiffusersModel):
             v = v.narrow(facts.output[0], 0, facts.output[1])
         v = v.reshape(count, -1)
         return (v if here.order is None else v[:, here.order]).reshape(x_t.shape)
+
+    def layer_kind(self, layer: str) -> str:  # STUB
+        return "tokens"
+
+    def pass_size(self, *inputs: Any, **named: Tensor) -> Any:  # STUB
+        from unified_trainer.models.base import PassSize
+
+        return PassSize(1, {"tokens": 1}, 0)
 
     def _at(self, x_t: Latents) -> "_Moved":
         shape = (x_t.shape[1], x_t.shape[2], x_t.shape[3], x_t.shape[4])

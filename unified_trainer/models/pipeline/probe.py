@@ -169,9 +169,7 @@ def _output(pipeline: Pipeline, seen: Seen) -> tuple[float, Place | None]:
     )
 
 
-def _features(
-    pipeline: Pipeline, size: Size, image: Picture.Image, text: set[int]
-) -> tuple[int | None, int, int]:
+def _features(pipeline: Pipeline, size: Size, image: Picture.Image, text: set[int]) -> tuple[int | None, int, int]:
     """Find the tokens of the sample in what the middle block returns: most tokens, but for those of a `text`."""
     blocks, found = blocks_of(pipeline.pipe.components[pipeline.networks[0]]), list[tuple[int | None, int, int]]()
 
@@ -258,6 +256,10 @@ class _Arguments:
                 raise pipeline.refuse(f"gives its network {name}, which follows from the sample but has no row for it")
         fixed = {name: value for name, value in others.items() if name not in text | from_image}
         replicated = tuple(name for name in fixed if name in rows)
+        if paired and all(isinstance(others[name], Tensor) and others[name].dim() > 2 for name in text):
+            raise pipeline.refuse(
+                "pads prompts without a mask: a sample would depend on the other prompts of its batch"
+            )
         return cls(
             {name: _argument(others[name], long[name]) for name in others if name in text},
             {name: _argument(others[name], seen[name]) for name in others if name in from_image},
@@ -315,7 +317,7 @@ class _VAE:
 
         vae = pipeline.pipe.components["vae"]
         signature = inspect.signature(vae.decode)
-        words = [name for name in list(signature.parameters)[1:] if name not in ("return_dict", "generator")]
+        further = [name for name in list(signature.parameters)[1:] if name not in ("return_dict", "generator")]
 
         def decoded(x: Tensor) -> tuple[Tensor, dict[str, Any]]:
             seen = pipeline.call([SHORT], size, image, latents=x)
@@ -326,7 +328,7 @@ class _VAE:
             if (made.shape[2] if made.dim() == 5 else 1, *made.shape[-2:]) != size:
                 raise pipeline.refuse(f"makes {[*made.shape[2:]]} where {[*size]} was asked for")
             bound = signature.bind(z, *inputs, **named).arguments
-            return z.double(), {name: value for name, value in bound.items() if name in words}
+            return z.double(), {name: value for name, value in bound.items() if name in further}
 
         index = torch.arange(sample.numel()).reshape(sample.shape)
         shift, words = decoded(torch.zeros_like(sample))
@@ -345,7 +347,8 @@ class _VAE:
             of_channel = [scale[0], shift[0]]  # as FLUX.2 has a number for each place of a patch
         reordered = not torch.equal(order.long(), torch.arange(len(order)))
         shape = (shift.shape[1], shift.shape[2], shift.shape[3], shift.shape[4])
-        return cls(shape, order.long() if reordered else None, *(x.float() for x in of_channel), flat, words)
+        scale, shift = (x.float() for x in of_channel)
+        return cls(shape, order.long() if reordered else None, scale, shift, flat, words)
 
 
 def _is_list(value: Any) -> bool:
