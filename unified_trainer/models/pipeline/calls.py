@@ -40,6 +40,16 @@ class Seen:
     decoded: tuple[Tensor, tuple[Any, ...], dict[str, Any]] | None = None  # the arguments of the VAE's decode
 
 
+def stacked(value: Any) -> Tensor:
+    """Return a list of tensors as one."""
+    return torch.stack(list(value)) if isinstance(value, (list, tuple)) else value
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape are equal, up to rounding."""
+    return bool(torch.allclose(a.double(), b.double(), atol=1e-4, rtol=1e-4))
+
+
 @dataclass
 class _Stepped:
     """What a scheduler's step returns."""

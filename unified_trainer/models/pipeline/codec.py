@@ -161,7 +161,7 @@ class PipelineCodec:
                 held = given[name][: len(value)].cpu() if name in self._facts.replicated else given[name].cpu()
                 if held.shape != value.shape or not torch.equal(held, value):
                     raise UserError(
-                        f"{self.folder}: {self._facts.pipeline} makes {name} of prompt {prompt!r}, and did not of others: "
+                        f"{self.folder}: {self._facts.pipeline} makes {name} of prompt {prompt!r}, not of others: "
                         "this prompt cannot be trained with this pipeline"
                     )
 

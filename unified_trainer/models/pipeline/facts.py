@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from unified_trainer.models.base import Shape
 
 Place = tuple[int, int]  # a dimension, and how many of its first channels are meant
 Size = tuple[int, int, int]  # frames, height and width in pixels
+Rule = Literal["plain", "norm", "unknown"]  # norm: each token, or row, keeps the norm of the conditional velocity
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Facts:
     given_levels: bool  # whether the pipeline gives its scheduler the levels before the shift
     guidance: str  # the argument of guidance that is embedded in the network; "": none
     guidance_factor: float
+    rule: Rule  # of guidance
+    more_guidance: float  # by how much our guidance scale is larger than the pipeline's
     features: tuple[int | None, int, int]  # the middle block's output: its place in a tuple, channels and tokens
     no_guidance: Mapping[str, float]  # arguments of the call that turn guidance off
 
@@ -69,7 +72,13 @@ class Facts:
         ]
         parts += [f"image: {', '.join(self.images)}"] if self.images else []
         parts += [f"guidance in the network: {self.guidance}"] if self.guidance else []
+        parts += [f"guidance scale: the pipeline's + {self.more_guidance:g}"] if self.more_guidance else []
+        parts += [RULES[self.rule]] if self.rule in RULES else []
         return "; ".join(parts)
 
 
 BEHIND = "channels behind the latents"
+RULES = {
+    "norm": "guidance keeps the norm of the conditional velocity",
+    "unknown": "guidance: the pipeline has a rule of its own, and uncond + w (cond - uncond) is used",
+}

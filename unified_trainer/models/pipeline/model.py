@@ -11,13 +11,16 @@ from torch import Tensor, nn
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_json
-from unified_trainer.basics.types import Condition, Latents, PerSample
+from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
 from unified_trainer.models.base import Shape
 from unified_trainer.models.diffusers_model import DiffusersModel
 from unified_trainer.models.folder import outline
+from unified_trainer.models.pipeline.calls import stacked
 from unified_trainer.models.pipeline.facts import BEHIND, Facts
+from unified_trainer.models.pipeline.guidance import with_norm
 from unified_trainer.models.pipeline.known import Known, known
-from unified_trainer.models.pipeline.probe import blocks_of, stacked
+from unified_trainer.models.pipeline.probe import blocks_of
+from unified_trainer.numerics.flow import guide
 
 ROWS = " rows"  # behind the name of a padded argument: how many of its rows a prompt has
 
@@ -72,10 +75,7 @@ class PipelineModel(DiffusersModel):
         """Predict the velocity by the call that was learned; times are slope w + offset, w = sigma without `warp`."""
         here = self._at(x_t)
         facts, count = here.facts, len(x_t)
-        x = x_t.float()
-        if here.inverse is not None:
-            x = x.flatten(1)[:, here.inverse]
-        x = x.reshape(count, *facts.native)
+        x = here.native(x_t.float())
         inputs = {name: _repeated(value, count, name in facts.replicated) for name, value in here.constants.items()}
         inputs |= {name: cond[name] for name in facts.images}
         for name, argument in facts.text.items():
@@ -95,8 +95,14 @@ class PipelineModel(DiffusersModel):
         v = stacked(self.network(**inputs)[0]).float() * facts.sign
         if facts.output:
             v = v.narrow(facts.output[0], 0, facts.output[1])
-        v = v.reshape(count, -1)
-        return (v if here.order is None else v[:, here.order]).reshape(x_t.shape)
+        return here.ours(v)
+
+    def guide(self, cond: Latents, uncond: Latents, guidance_scale: float | PerSample | PerFrame) -> Latents:
+        """Return the guided velocity, by the pipeline's own rule where that is known."""
+        here, guided = self._at(cond), guide(cond, uncond, guidance_scale)
+        if here.facts.rule != "norm":
+            return guided
+        return here.ours(with_norm(here.native(guided), here.native(cond)))
 
     def layer_kind(self, layer: str) -> str:  # STUB
         return "tokens"
@@ -148,6 +154,16 @@ class _Moved:
         self.order = None if order is None else order.to(device)
         self.inverse = None if order is None else torch.argsort(order).to(device)
         self.constants = {name: _to(value, device) for name, value in facts.constants.items() if name != "return_dict"}
+
+    def native(self, x: Tensor) -> Tensor:
+        """Return our latents as the pipeline has them."""
+        x = x if self.inverse is None else x.flatten(1)[:, self.inverse]
+        return x.reshape(len(x), *self.facts.native)
+
+    def ours(self, x: Tensor) -> Latents:
+        """Return latents of the pipeline as ours."""
+        x = x if self.order is None else x.flatten(1)[:, self.order]
+        return x.reshape(len(x), *self.facts.shape)
 
 
 def _to(value: Any, device: torch.device) -> Any:

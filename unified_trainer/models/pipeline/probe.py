@@ -10,8 +10,9 @@ from PIL import Image as Picture
 from torch import Tensor, nn
 
 from unified_trainer.models.base import Shape
-from unified_trainer.models.pipeline.calls import STEPS, Pipeline, ProbeError, Seen
+from unified_trainer.models.pipeline.calls import STEPS, Pipeline, ProbeError, Seen, same, stacked
 from unified_trainer.models.pipeline.facts import BEHIND, Argument, Facts, Place, Size
+from unified_trainer.models.pipeline.guidance import rule_of
 
 SHORT = "a cat"
 LONG = 'a red circle and a blue square above the words "moving left", ' * 100  # longer than any pipeline takes
@@ -32,6 +33,7 @@ def learn(pipeline: Pipeline, size: Size) -> Facts:
         pipeline, size, (image, other_image), one, {latents: channels, time: None, guidance: None}
     )
     vae = _VAE.of(pipeline, size, image, one.steps[0][1])
+    rule, more = rule_of(pipeline, SHORT, size, image, sign=sign, output=output)
     slope, offset, warp = line
     return Facts(
         pipeline=type(pipeline.pipe).__name__,
@@ -61,6 +63,8 @@ def learn(pipeline: Pipeline, size: Size) -> Facts:
         given_levels=one.given_levels,
         guidance=guidance,
         guidance_factor=factor,
+        rule=rule,
+        more_guidance=more,
         features=_features(pipeline, size, image, {x.shape[0] for x in arguments.text.values() if x.shape}),
         no_guidance=dict(pipeline.no_guidance),
     )
@@ -108,13 +112,13 @@ def _latents(pipeline: Pipeline, seen: Seen) -> tuple[str, Place | None, tuple[i
     named, sample = seen.inputs[0], seen.steps[0][1]
     for name, value in named.items():
         if _is_list(value):
-            if sum(x.numel() for x in value) == sample.numel() and _same(stacked(value).reshape(sample.shape), sample):
+            if sum(x.numel() for x in value) == sample.numel() and same(stacked(value).reshape(sample.shape), sample):
                 return name, None, tuple(value[0].shape)
         elif isinstance(value, Tensor) and value.is_floating_point():
-            if value.shape == sample.shape and _same(value, sample):
+            if value.shape == sample.shape and same(value, sample):
                 return name, None, None
             for place in _wider(value, sample):
-                if _same(value.narrow(place[0], 0, place[1]), sample):
+                if same(value.narrow(place[0], 0, place[1]), sample):
                     return name, place, None
     shapes = ", ".join(f"{name} {[*value.shape]}" for name, value in named.items() if isinstance(value, Tensor))
     raise pipeline.refuse(f"gives its network no argument that holds its latents {[*sample.shape]}: {shapes}")
@@ -159,10 +163,10 @@ def _line(sigmas: Tensor, times: Tensor) -> tuple[float, float, float] | None:
 def _output(pipeline: Pipeline, seen: Seen) -> tuple[float, Place | None]:
     made, given = stacked(seen.outputs[0]), stacked(seen.steps[0][0])
     for sign in (1.0, -1.0):
-        if made.numel() == given.numel() and _same(sign * made.flatten(), given.flatten()):
+        if made.numel() == given.numel() and same(sign * made.flatten(), given.flatten()):
             return sign, None
         for place in _wider(made, given):
-            if _same(sign * made.narrow(place[0], 0, place[1]), given):
+            if same(sign * made.narrow(place[0], 0, place[1]), given):
                 return sign, place
     raise pipeline.refuse(
         f"makes the velocity {[*given.shape]} of the network's output {[*made.shape]} by more than a sign"
@@ -202,7 +206,7 @@ def _check_euler(pipeline: Pipeline, seen: Seen) -> None:
     sigmas = seen.sigmas.double().tolist()
     for (velocity, x, moved), sigma, following in zip(seen.steps, sigmas, sigmas[1:], strict=False):
         change = (following - sigma) * stacked(velocity).double().reshape(x.shape)
-        if not _same(x.double() + change, moved):
+        if not same(x.double() + change, moved):
             raise pipeline.refuse("does not follow the probability flow by Euler steps")
 
 
@@ -343,7 +347,7 @@ class _VAE:
         if flat:
             shift, scale = shift[:, :, None], scale[:, :, None]
         of_channel = [x[0, :, :1, :1, :1] for x in (scale, shift)]
-        if not all(_same(x[0], y.expand_as(x[0])) for x, y in zip((scale, shift), of_channel, strict=True)):
+        if not all(same(x[0], y.expand_as(x[0])) for x, y in zip((scale, shift), of_channel, strict=True)):
             of_channel = [scale[0], shift[0]]  # as FLUX.2 has a number for each place of a patch
         reordered = not torch.equal(order.long(), torch.arange(len(order)))
         shape = (shift.shape[1], shift.shape[2], shift.shape[3], shift.shape[4])
@@ -353,12 +357,3 @@ class _VAE:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(one, Tensor) for one in value)
-
-
-def stacked(value: Any) -> Tensor:
-    """Return a list of tensors as one."""
-    return torch.stack(list(value)) if isinstance(value, (list, tuple)) else value
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return bool(torch.allclose(a.double(), b.double(), atol=1e-4, rtol=1e-4))
