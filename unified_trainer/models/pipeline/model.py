@@ -33,7 +33,8 @@ class PipelineModel(DiffusersModel):
     def __init__(self, network: nn.Module, folder: Path | None, facts: Known) -> None:
         super().__init__(network, folder)
         self._known, self._moved = facts, dict[tuple[Shape, torch.device], "_Moved"]()
-        self.adapter_layers = self._attention_layers(self.blocks)
+        self._blocks = blocks_of(network)
+        self.adapter_layers = _attention_layers(self._blocks)
         self._takes = inspect.signature(network.forward).parameters
 
     @classmethod
@@ -44,22 +45,9 @@ class PipelineModel(DiffusersModel):
             raise UserError(f"{folder / component / 'config.json'}: {name!r} is no network of diffusers")
         return cls(outline(kind, folder / component), folder / component, known(folder))
 
-    @staticmethod
-    def _attention_layers(blocks: Sequence[nn.Module]) -> tuple[str, ...]:
-        """Return the linear layers of the blocks' attention, by the ends of their names."""
-        ends: dict[str, None] = {}
-        for block in blocks:
-            for name, layer in block.named_modules():
-                place = max(
-                    name.rfind(f"{part}.") for part in ("attn", "attn1", "attn2", "attention", "self_attention")
-                )
-                if isinstance(layer, nn.Linear) and place >= 0:
-                    ends[name[place:].partition(".")[2]] = None
-        return tuple(ends)
-
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        return blocks_of(self.network)
+        return self._blocks
 
     @property
     def feature_size(self) -> int:
@@ -178,3 +166,14 @@ def _repeated(value: Any, count: int, replicated: bool) -> Any:
     if not replicated:
         return value
     return value.expand(count, *value.shape[1:]) if isinstance(value, Tensor) else value * count
+
+
+def _attention_layers(blocks: Sequence[nn.Module]) -> tuple[str, ...]:
+    """Return the linear layers of the blocks' attention, by the ends of their names."""
+    ends: dict[str, None] = {}
+    for block in blocks:
+        for name, layer in block.named_modules():
+            place = max(name.rfind(f"{part}.") for part in ("attn", "attn1", "attn2", "attention", "self_attention"))
+            if isinstance(layer, nn.Linear) and place >= 0:
+                ends[name[place:].partition(".")[2]] = None
+    return tuple(ends)
