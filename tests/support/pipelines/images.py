@@ -1,11 +1,14 @@
 """Small folders of pipelines that make images. Latents of 8 x 12, so that a swap of height and width shows."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import diffusers as d
 import numpy as np
 from diffusers import FlowMatchEulerDiscreteScheduler as Euler
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
+from diffusers.pipelines.nucleusmoe_image.pipeline_nucleusmoe_image import DEFAULT_SYSTEM_PROMPT
 from PIL import Image
 from transformers import GlmConfig, GlmModel, T5GemmaConfig, T5GemmaModuleConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
@@ -92,10 +95,8 @@ def flux2() -> d.Flux2Pipeline:
 
 
 def flux2_klein() -> d.Flux2KleinPipeline:
-    """FLUX.2 Klein: features of two layers of Qwen3."""
-    words = t.qwen_tokenizer()
-    encoder = t.qwen3(words, head=True)
-    return d.Flux2KleinPipeline(text_encoder=encoder, tokenizer=words, **flux2_parts(False, 2 * t.WIDTH))
+    """FLUX.2 Klein."""
+    return d.Flux2KleinPipeline(**klein_parts())
 
 
 def z_image_parts() -> dict[str, Any]:
@@ -582,7 +583,7 @@ def flux_fill() -> d.FluxFillPipeline:
 
 def flux_control() -> d.FluxControlPipeline:
     """FLUX.1 Canny and Depth: 64 channels of the sample and 64 of the control picture."""
-    return d.FluxControlPipeline(**flux_parts(in_channels=128, out_channels=64))
+    return d.FluxControlPipeline(**flux_control_parts())
 
 
 def cogview4_control() -> d.CogView4ControlPipeline:
@@ -637,7 +638,7 @@ def ernie_image() -> d.ErnieImagePipeline:
 
 def nucleus() -> d.NucleusMoEImagePipeline:
     """Nucleus-Image: experts, and features of the eighth layer of Qwen3-VL from the end."""
-    words = t.qwen_tokenizer(d.NucleusMoEImagePipeline)
+    words = t.qwen_tokenizer(DEFAULT_SYSTEM_PROMPT)
     network = d.NucleusMoEImageTransformer2DModel(
         in_channels=64,
         out_channels=16,
@@ -663,6 +664,7 @@ def nucleus() -> d.NucleusMoEImagePipeline:
 def visual_cloze() -> d.VisualClozeGenerationPipeline:
     """VisualCloze: FLUX.1 Fill on a grid of pictures."""
     parts = flux_parts(in_channels=384, out_channels=64)
+    parts["tokenizer_2"] = t.t5_tokenizer("A grid layout with rows and columns displaying images", longest=96)
     return d.VisualClozeGenerationPipeline(resolution=64, **parts)
 
 
@@ -811,6 +813,28 @@ def prx_pixel() -> d.PRXPixelPipeline:
     return d.PRXPixelPipeline(transformer=network, scheduler=Euler(shift=3.0), **text)
 
 
+def again(pipeline: type[d.DiffusionPipeline], parts: Callable[[], dict[str, Any]], **call: Any) -> tuple[str, Small]:
+    """Return the line of a pipeline that is another call of the components of a pipeline above."""
+    return pipeline.__name__, small(lambda: pipeline(**parts()), **call)
+
+
+def flux_control_parts() -> dict[str, Any]:
+    """Return the components of FLUX.1 Canny and Depth."""
+    return flux_parts(in_channels=128, out_channels=64)
+
+
+def klein_parts() -> dict[str, Any]:
+    """Return the components of FLUX.2 Klein: features of two layers of Qwen3."""
+    words = t.qwen_tokenizer()
+    return {"text_encoder": t.qwen3(words, head=True), "tokenizer": words, **flux2_parts(False, 2 * t.WIDTH)}
+
+
+FROM = CALL | {"image": PICTURE, "max_sequence_length": 24}
+INSIDE = FROM | {"mask_image": HALF}
+KONTEXT = {"max_area": 64 * 96, "_auto_resize": False}
+LAYERS = {"text_encoder_out_layers": (1, 2)}
+QWEN = partial(qwen_image_parts, d.QwenImagePipeline)
+
 IMAGES: dict[str, Small] = {
     "FluxPipeline": small(flux, **CALL, max_sequence_length=16),
     "Flux2Pipeline": small(flux2, **CALL, max_sequence_length=96, text_encoder_out_layers=(1, 2)),
@@ -844,13 +868,13 @@ IMAGES: dict[str, Small] = {
     "Kandinsky5I2IPipeline": small(kandinsky5_edit, **CALL, image=PICTURE, max_sequence_length=64),
     "LongCatImageEditPipeline": small(longcat_image_edit, prompt=PROMPT, image=PICTURE),
     "ErnieImagePipeline": small(ernie_image, **CALL),
-    "NucleusMoEImagePipeline": small(nucleus, **CALL, max_sequence_length=48),
+    "NucleusMoEImagePipeline": small(nucleus, **CALL, max_sequence_length=96),
     "VisualClozeGenerationPipeline": small(
         visual_cloze,
         task_prompt="the big dog and the small cat",
         content_prompt=PROMPT,
         image=[[PICTURE, PICTURE.rotate(180)], [PICTURE.rotate(90, expand=True).resize((96, 64)), None]],
-        max_sequence_length=16,
+        max_sequence_length=96,
     ),
     "QwenImageLayeredPipeline": small(qwen_image_layered, prompt=PROMPT, image=PICTURE.convert("RGBA"), layers=2),
     "JoyImageEditPipeline": small(joy_image_edit, **CALL, image=PICTURE),
@@ -861,3 +885,24 @@ IMAGES: dict[str, Small] = {
     "Ideogram4Pipeline": small(ideogram_4, **CALL, max_sequence_length=32, guidance_scale=3.0, guidance_schedule=None),
     "PRXPixelPipeline": small(prx_pixel, **CALL, use_resolution_binning=False),
 }
+IMAGES |= dict(
+    (
+        again(d.FluxImg2ImgPipeline, flux_parts, **FROM),
+        again(d.FluxInpaintPipeline, flux_parts, **INSIDE),
+        again(d.FluxKontextInpaintPipeline, flux_parts, **INSIDE, **KONTEXT),
+        again(d.FluxControlImg2ImgPipeline, flux_control_parts, **FROM, control_image=PICTURE),
+        again(d.FluxControlInpaintPipeline, flux_control_parts, **INSIDE, control_image=PICTURE),
+        again(d.ChromaImg2ImgPipeline, chroma_parts, **FROM),
+        again(d.Flux2KleinKVPipeline, klein_parts, **FROM, **LAYERS),
+        again(d.Flux2KleinInpaintPipeline, klein_parts, **INSIDE, **LAYERS),
+        again(d.StableDiffusion3Img2ImgPipeline, stable_diffusion_3_parts, **FROM),
+        again(d.StableDiffusion3InpaintPipeline, stable_diffusion_3_parts, **INSIDE),
+        again(d.StableDiffusion3PAGPipeline, stable_diffusion_3_parts, **CALL),
+        again(d.StableDiffusion3PAGImg2ImgPipeline, stable_diffusion_3_parts, **FROM),
+        again(d.ZImageImg2ImgPipeline, z_image_parts, **FROM),
+        again(d.ZImageInpaintPipeline, z_image_parts, **INSIDE),
+        again(d.QwenImageImg2ImgPipeline, QWEN, **FROM),
+        again(d.QwenImageInpaintPipeline, QWEN, **INSIDE),
+        again(d.SanaPAGPipeline, partial(sana_parts, d.SanaPipeline), **CALL, use_resolution_binning=False),
+    )
+)

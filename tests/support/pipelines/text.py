@@ -116,11 +116,13 @@ def clip_tokenizer(longest: int = 16) -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=longest)
 
 
-def t5_tokenizer(longest: int = 64) -> T5Tokenizer:
+def t5_tokenizer(*places: Any, longest: int = 64) -> T5Tokenizer:
     """A tokenizer of T5's class: single letters cost more than words."""
     letters = "▁abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;!?-'\"()"
     vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
-    vocabulary += [("▁" + word, -2.0) for word in said() if len(word) > 1] + [(letter, -6.0) for letter in letters]
+    vocabulary += [("▁" + word, -2.0) for word in said(*places) if len(word) > 1] + [
+        (letter, -6.0) for letter in letters
+    ]
     return T5Tokenizer(vocab=vocabulary, extra_ids=0, model_max_length=longest)
 
 
