@@ -10,7 +10,16 @@ from diffusers import FlowMatchEulerDiscreteScheduler as Euler
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from diffusers.pipelines.nucleusmoe_image.pipeline_nucleusmoe_image import DEFAULT_SYSTEM_PROMPT
 from PIL import Image
-from transformers import GlmConfig, GlmModel, T5GemmaConfig, T5GemmaModuleConfig
+from transformers import (
+    GlmConfig,
+    GlmImageConfig,
+    GlmImageForConditionalGeneration,
+    GlmImageImageProcessorPil,
+    GlmImageProcessor,
+    GlmModel,
+    T5GemmaConfig,
+    T5GemmaModuleConfig,
+)
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from pipelines import Small, small
@@ -829,6 +838,66 @@ def klein_parts() -> dict[str, Any]:
     return {"text_encoder": t.qwen3(words, head=True), "tokenizer": words, **flux2_parts(False, 2 * t.WIDTH)}
 
 
+def hunyuan_image_refiner() -> d.HunyuanImageRefinerPipeline:
+    """The refiner of HunyuanImage 2.1: latents of a picture in channels beside the sample's, in frames."""
+    words = t.qwen_tokenizer(d.HunyuanImageRefinerPipeline)
+    network = d.HunyuanImageTransformer2DModel(
+        in_channels=32,
+        out_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        patch_size=(1, 1, 1),
+        text_embed_dim=t.WIDTH,
+        rope_axes_dim=(4, 6, 6),
+        guidance_embeds=True,
+    )
+    autoencoder = d.AutoencoderKLHunyuanImageRefiner(
+        latent_channels=8, block_out_channels=(32, 32, 32, 32), layers_per_block=1, spatial_compression_ratio=8
+    )
+    text = {"text_encoder": t.qwen25_vl(words), "tokenizer": words}
+    return d.HunyuanImageRefinerPipeline(scheduler=Euler(shift=4.0), vae=autoencoder, transformer=network, **text)
+
+
+def glm_image() -> d.GlmImagePipeline:
+    """GLM-Image: a language model draws tokens of the picture first, then ByT5 reads quoted words."""
+    marks = {"image_token": "<|image|>", "grid_bos_token": "<|grid|>", "grid_eos_token": "<|/grid|>"}
+    words = t.byte_tokenizer(extra_special_tokens=marks)
+    sizes = t.decoder_sizes(words, t.WIDTH, vision_vocab_size=64, eos_token_id=99)  # no token of a picture ends one
+    sizes |= {"rope_parameters": {"mrope_section": (2, 1, 1), "rope_type": "default", "rope_theta": 1e4}}
+    tower = {"depth": 1, "hidden_size": 32, "num_heads": 2, "image_size": 32, "patch_size": 8, "intermediate_size": 32}
+    codes = {"embed_dim": 32, "num_embeddings": 64, "latent_channels": 32}
+    numbers = {"image_start_token_id": 62, "image_end_token_id": 63}
+    config = GlmImageConfig(
+        text_config=sizes,
+        vision_config=tower,
+        vq_config=codes,
+        image_token_id=words.convert_tokens_to_ids("<|image|>"),
+        **numbers,
+    )
+    network = d.GlmImageTransformer2DModel(
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        text_embed_dim=t.WIDTH,
+        time_embed_dim=32,
+        condition_dim=8,
+        prior_vq_quantizer_codebook_size=64,
+    )
+    statistics = {"latents_mean": [0.1 * n for n in range(16)], "latents_std": [0.5 + 0.1 * n for n in range(16)]}
+    return d.GlmImagePipeline(
+        tokenizer=t.byt5_tokenizer(),
+        processor=GlmImageProcessor(GlmImageImageProcessorPil(patch_size=8), words, chat_template=t.CHAT),
+        text_encoder=t.t5_encoder(),
+        vision_language_encoder=GlmImageForConditionalGeneration(config),
+        vae=vae(**statistics),
+        transformer=network,
+        scheduler=Euler(**SHIFT_BY_SIZE),
+    )
+
+
 FROM = CALL | {"image": PICTURE, "max_sequence_length": 24}
 INSIDE = FROM | {"mask_image": HALF}
 KONTEXT = {"max_area": 64 * 96, "_auto_resize": False}
@@ -884,6 +953,8 @@ IMAGES: dict[str, Small] = {
     "BriaFibo2Pipeline": small(bria_fibo_2, **CALL),
     "Ideogram4Pipeline": small(ideogram_4, **CALL, max_sequence_length=32, guidance_scale=3.0, guidance_schedule=None),
     "PRXPixelPipeline": small(prx_pixel, **CALL, use_resolution_binning=False),
+    "HunyuanImageRefinerPipeline": small(hunyuan_image_refiner, **CALL, image=PICTURE),
+    "GlmImagePipeline": small(glm_image, **CALL | {"prompt": PROMPT + ' "up"'}),
 }
 IMAGES |= dict(
     (

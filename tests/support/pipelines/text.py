@@ -92,7 +92,7 @@ def qwen_tokenizer(*places: Any, longest: int = 512) -> Qwen2Tokenizer:
     return made
 
 
-def byte_tokenizer(*places: Any, longest: int = 512) -> PreTrainedTokenizerFast:
+def byte_tokenizer(*places: Any, longest: int = 512, **marks: Any) -> PreTrainedTokenizerFast:
     """The same tokens after a mark of the start, in a tokenizer without a class of its own, as Llama 3's and GLM's."""
     made = qwen_tokenizer(*places)._tokenizer
     start = "<|im_start|>"
@@ -104,6 +104,7 @@ def byte_tokenizer(*places: Any, longest: int = 512) -> PreTrainedTokenizerFast:
         bos_token=start,
         model_max_length=longest,
         chat_template=CHAT,
+        **marks,
     )
 
 
