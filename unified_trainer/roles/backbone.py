@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from unified_trainer.basics.errors import NotFiniteError, UserError
 from unified_trainer.basics.terminal import say
@@ -223,7 +224,7 @@ class Backbone:
             return
         features, ranks = self._features, self.mesh.config.sequence
         first = output[0] if isinstance(output, tuple) else output
-        end = first if features is None else features[-1]
+        end = tree_leaves(first)[-1] if features is None else features[-1]  # some return a list of samples
         cost = self._cost(inputs, named, to_features=features is not None)
         if cost is None:
             meter.add(math.nan, math.nan)

@@ -1,5 +1,6 @@
 """The network of any pipeline as a `VideoModel`: it is called as the pipeline calls it."""
 
+import copy
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,6 +45,9 @@ class PipelineModel(DiffusersModel):
         if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
             raise UserError(f"{folder / component / 'config.json'}: {name!r} is no network of diffusers")
         return cls(outline(kind, folder / component), folder / component, known(folder))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)(copy.deepcopy(self.network, memo), None, self._known)
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -91,14 +95,6 @@ class PipelineModel(DiffusersModel):
         if here.facts.rule != "norm":
             return guided
         return here.ours(with_norm(here.native(guided), here.native(cond)))
-
-    def layer_kind(self, layer: str) -> str:  # STUB
-        return "tokens"
-
-    def pass_size(self, *inputs: Any, **named: Tensor) -> Any:  # STUB
-        from unified_trainer.models.base import PassSize
-
-        return PassSize(1, {"tokens": 1}, 0)
 
     def _at(self, x_t: Latents) -> "_Moved":
         shape = (x_t.shape[1], x_t.shape[2], x_t.shape[3], x_t.shape[4])
