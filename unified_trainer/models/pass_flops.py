@@ -46,10 +46,11 @@ class PassCount:
 
     def scaled(self, share: Mapping[str, Fraction]) -> "PassCount":
         """Return the FLOPs of a pass that computes this share of a plain pass, by ends of the modules' names."""
-        factors = {
-            part: [x for end, x in share.items() if f".{part.module}".endswith(f".{end}")] for part in self.parts
-        }
-        return replace(self, parts=tuple(part.times(factor[0]) if factor else part for part, factor in factors.items()))
+
+        def factor(part: Part) -> Fraction | int:
+            return next((x for end, x in share.items() if f".{part.module}".endswith(f".{end}")), 1)
+
+        return replace(self, parts=tuple(part.times(factor(part)) for part in self.parts))
 
 
 def count_pass(model: VideoModel, run: Callable[[], object]) -> PassCount:
