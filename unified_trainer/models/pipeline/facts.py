@@ -1,4 +1,4 @@
-"""What a pipeline's call says about its network, its conditions and its VAE."""
+"""The facts about a network, its conditions and its VAE that the calls of a pipeline show."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Facts:
-    """What holds at one size. Our latents are [c, t, h, w] as the VAE has them, the native ones the pipeline's own."""
+    """The facts at one size. Our latents are [c, t, h, w] as the VAE has them, the native ones the pipeline's own."""
 
     pipeline: str
     size: Size

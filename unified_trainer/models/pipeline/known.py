@@ -14,7 +14,7 @@ FRAMES, SIDES = (1, 5, 9, 17), (32, 64, 128, 256, 512)  # of the small videos th
 
 
 class Known:
-    """What is known of a folder's pipeline."""
+    """The facts of a folder's pipeline, learned when they are first asked for."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._facts = folder, dict[Size, Facts]()

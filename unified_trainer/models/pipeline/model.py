@@ -41,7 +41,7 @@ class PipelineModel(DiffusersModel):
     @classmethod
     def open(cls, folder: Path, component: str) -> Self:
         name = read_json(folder / component / "config.json").get("_class_name", "")
-        kind = getattr(diffusers, name, None) if isinstance(name, str) else None
+        kind = getattr(diffusers, name) if name in dir(diffusers) else None
         if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
             raise UserError(f"{folder / component / 'config.json'}: {name!r} is no network of diffusers")
         return cls(outline(kind, folder / component), folder / component, known(folder))
