@@ -8,6 +8,7 @@ import torch
 from diffusers import DiffusionPipeline
 from pipelines import text
 from pipelines.images import IMAGES
+from torch import nn
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings of diffusers about its own code
 
@@ -27,6 +28,9 @@ def test_a_small_folder_of_an_image_pipeline_samples(name, tmp_path, monkeypatch
     small.write(tmp_path)
     pipeline = DiffusionPipeline.from_pretrained(tmp_path)
     assert type(pipeline).__name__ == name
+    networks = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
+    weights = [weight for network in networks for weight in network.parameters() if weight.numel() > 1]
+    assert not any((weight == weight.flatten()[0]).all() for weight in weights)  # a weight of zeros would hide others
     prompt = "content_prompt" if "content_prompt" in small.call else "prompt"
     image, again, other = (sampled(pipeline, **small.call | change) for change in ({}, {}, {prompt: OTHER}))
     assert image.isfinite().all() and image.std() > 0.05

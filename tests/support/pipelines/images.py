@@ -154,16 +154,16 @@ def chroma() -> d.ChromaPipeline:
     return d.ChromaPipeline(**chroma_parts())
 
 
-def qwen_vae(channels: int = 16, **sizes: Any) -> d.AutoencoderKLQwenImage:
+def qwen_vae(levels: int = 4, **sizes: Any) -> d.AutoencoderKLQwenImage:
     """Qwen-Image's autoencoder of frames, with a mean and a deviation for each channel."""
     return d.AutoencoderKLQwenImage(
         base_dim=8,
-        z_dim=channels,
-        dim_mult=[1, 2, 2, 2],
+        z_dim=16,
+        dim_mult=[1, 2, 2, 2, 2][:levels],
         num_res_blocks=1,
-        temperal_downsample=[False, True, True],
-        latents_mean=[0.1 * n - 0.5 for n in range(channels)],
-        latents_std=[0.5 + 0.05 * n for n in range(channels)],
+        temperal_downsample=[False, True, True, False][: levels - 1],
+        latents_mean=[0.1 * n - 0.5 for n in range(16)],
+        latents_std=[0.5 + 0.05 * n for n in range(16)],
         **sizes,
     )
 
@@ -602,13 +602,13 @@ def cogview4_control() -> d.CogView4ControlPipeline:
 
 def qwen_image_edit() -> d.QwenImageEditPipeline:
     """Qwen-Image-Edit: the picture is seen by the language model, and its tokens follow those of the sample."""
-    parts = qwen_image_parts(d.QwenImageEditPipeline)
+    parts = qwen_image_parts(d.QwenImageEditPipeline) | {"vae": qwen_vae(5)}  # for fewer tokens
     return d.QwenImageEditPipeline(processor=t.picture_processor(parts["tokenizer"]), **parts)
 
 
 def qwen_image_edit_plus() -> d.QwenImageEditPlusPipeline:
     """Qwen-Image-Edit-2509, with several pictures."""
-    parts = qwen_image_parts(d.QwenImageEditPlusPipeline)
+    parts = qwen_image_parts(d.QwenImageEditPlusPipeline) | {"vae": qwen_vae(5)}  # for fewer tokens
     return d.QwenImageEditPlusPipeline(processor=t.picture_processor(parts["tokenizer"]), **parts)
 
 
