@@ -63,8 +63,8 @@ class _Stepped:
 class Pipeline:
     """A pipeline of diffusers whose call is watched; guidance is off as `no_guidance` says."""
 
-    def __init__(self, folder: Path, pipe: Any, networks: Sequence[str]) -> None:
-        self.folder, self.pipe, self.networks = folder, pipe, networks
+    def __init__(self, folder: Path, pipe: Any, networks: Sequence[str], answers: dict[Any, Any]) -> None:
+        self.folder, self.pipe, self.networks, self.answers = folder, pipe, networks, answers
         self.names = inspect.signature(type(pipe).__call__).parameters
         self.no_guidance = {name: value for name, value in OFF.items() if name in self.names}
 

@@ -1,7 +1,8 @@
 """What follows from a pipeline's calls: `learn` makes a few, with networks without memory, and compares what passed."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,10 @@ DIGIT = 1024  # indices pass through a pipeline as two digits, which float32 hol
 def learn(pipeline: Pipeline, size: Size) -> Facts:
     """Return what the pipeline's calls say at one size; ProbeError, which names an argument, for what does not fit."""
     image, other_image = (Picture.new("RGB", size[:0:-1], color) for color in COLORS)
-    guidance, factor = _guidance(pipeline, size, image)
-    one = pipeline.call([SHORT], size, image)
+    pipeline.answers.clear()  # those of another size
+    with _noted(pipeline) as block:
+        one = _off(pipeline, size, image)
+    guidance, factor = _guidance(pipeline, size, image, one)
     latents, channels, listed = _latents(pipeline, one)
     time, line, time_shape = _time(pipeline, one, latents)
     sign, output = _output(pipeline, one)
@@ -65,7 +68,7 @@ def learn(pipeline: Pipeline, size: Size) -> Facts:
         guidance_factor=factor,
         rule=rule,
         more_guidance=more,
-        features=_features(pipeline, size, image, {x.shape[0] for x in arguments.text.values() if x.shape}),
+        features=_features(block[-1], {x.shape[0] for x in arguments.text.values() if x.shape}),
         no_guidance=dict(pipeline.no_guidance),
     )
 
@@ -80,8 +83,8 @@ def first_row(value: Any) -> Tensor:
     return value[0]
 
 
-def _guidance(pipeline: Pipeline, size: Size, image: Picture.Image) -> tuple[str, float]:
-    """Turn guidance off; return the argument of guidance that is embedded in the network, and its factor."""
+def _off(pipeline: Pipeline, size: Size, image: Picture.Image) -> Seen:
+    """Turn guidance off and return what passed in a call."""
     guider = pipeline.pipe.components.get("guider")
     if guider is not None:
         pipeline.pipe.guider = type(guider)(guidance_scale=1.0)
@@ -90,16 +93,20 @@ def _guidance(pipeline: Pipeline, size: Size, image: Picture.Image) -> tuple[str
             pipeline.no_guidance["guidance_scale"] = scale
         seen = pipeline.call([SHORT], size, image)
         if _is_single(seen):
-            break
-    else:
-        raise pipeline.refuse(f"calls its network {len(seen.inputs)} times in {STEPS} steps without guidance")
-    if "guidance_scale" not in pipeline.names:
-        return "", 1.0
-    more = pipeline.call([SHORT], size, image, guidance_scale=scale + 2)
-    for name, value in more.inputs[0].items() if _is_single(more) else ():
-        before = seen.inputs[0][name]
-        if isinstance(value, Tensor) and value.numel() == 1 and float(value) != float(before):
-            return name, float(value) / (scale + 2)
+            return seen
+    raise pipeline.refuse(f"calls its network {len(seen.inputs)} times in {STEPS} steps without guidance")
+
+
+def _guidance(pipeline: Pipeline, size: Size, image: Picture.Image, one: Seen) -> tuple[str, float]:
+    """Return the argument of guidance that is embedded in the network, and its factor."""
+    if "guidance_scale" in pipeline.names:
+        scale = pipeline.no_guidance["guidance_scale"] + 2
+        more = pipeline.call([SHORT], size, image, guidance_scale=scale, stop=True)
+        for name, value in more.inputs[0].items():
+            before = one.inputs[0].get(name)
+            numbers = [float(x) for x in (before, value) if isinstance(x, Tensor) and x.numel() == 1]
+            if len(numbers) == 2 and numbers[0] != numbers[1]:
+                return name, numbers[1] / scale
     return "", 1.0
 
 
@@ -173,24 +180,25 @@ def _output(pipeline: Pipeline, seen: Seen) -> tuple[float, Place | None]:
     )
 
 
-def _features(pipeline: Pipeline, size: Size, image: Picture.Image, text: set[int]) -> tuple[int | None, int, int]:
-    """Find the tokens of the sample in what the middle block returns: most tokens, but for those of a `text`."""
-    blocks, found = blocks_of(pipeline.pipe.components[pipeline.networks[0]]), list[tuple[int | None, int, int]]()
-
-    def note(_block: Any, _inputs: Any, output: Any) -> None:
-        parts = list(enumerate(output)) if isinstance(output, tuple) else [(None, output)]
-        tokens = [(x.shape[1:-1].numel(), place, x.shape[-1]) for place, x in parts if isinstance(x, Tensor)]
-        most, place, channels = max(tokens, key=lambda one: (one[0] not in text, one[0], one[1] or 0))
-        found.append((place, channels, most))
-
+@contextmanager
+def _noted(pipeline: Pipeline) -> Iterator[list[Any]]:
+    """Note what the middle block returns."""
+    blocks, found = blocks_of(pipeline.pipe.components[pipeline.networks[0]]), list[Any]()
     if not blocks:
         raise pipeline.refuse("has a network without a list of blocks with attention")
-    hook = blocks[len(blocks) // 2].register_forward_hook(note)
+    hook = blocks[len(blocks) // 2].register_forward_hook(lambda _block, _inputs, output: found.append(output))
     try:
-        pipeline.call([SHORT], size, image)
+        yield found
     finally:
         hook.remove()
-    return found[0]
+
+
+def _features(output: Any, text: set[int]) -> tuple[int | None, int, int]:
+    """Find the tokens of the sample in what the middle block returns: most tokens, but for those of a `text`."""
+    parts = list(enumerate(output)) if isinstance(output, tuple) else [(None, output)]
+    tokens = [(x.shape[1:-1].numel(), place, x.shape[-1]) for place, x in parts if isinstance(x, Tensor)]
+    most, place, channels = max(tokens, key=lambda one: (one[0] not in text, one[0], one[1] or 0))
+    return place, channels, most
 
 
 def blocks_of(network: nn.Module) -> tuple[nn.Module, ...]:
