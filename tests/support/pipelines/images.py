@@ -97,10 +97,10 @@ def flux2_parts(guidance: bool, width: int) -> dict[str, Any]:
 
 
 def flux2() -> d.Flux2Pipeline:
-    """FLUX.2 dev: features of two layers of Mistral 3. The tokenizer alone stands for the processor of pictures."""
+    """FLUX.2 dev: features of layers 10, 20 and 30 of Mistral 3. The tokenizer alone stands for the processor."""
     words = t.qwen_tokenizer(SYSTEM_MESSAGE)
-    encoder = t.mistral3(words)
-    return d.Flux2Pipeline(text_encoder=encoder, tokenizer=words, **flux2_parts(True, 2 * t.WIDTH))
+    encoder = t.mistral3(words, 8, num_hidden_layers=30)
+    return d.Flux2Pipeline(text_encoder=encoder, tokenizer=words, **flux2_parts(True, 3 * 8))
 
 
 def flux2_klein() -> d.Flux2KleinPipeline:
@@ -363,10 +363,10 @@ def hidream() -> d.HiDreamImagePipeline:
     )
     words = t.byte_tokenizer()
     encoders = {
-        "text_encoder": t.clip_encoder(True, 8),
-        "tokenizer": t.clip_tokenizer(),
-        "text_encoder_2": t.clip_encoder(True, 16, hidden_act="gelu"),
-        "tokenizer_2": t.clip_tokenizer(),
+        "text_encoder": t.clip_encoder(True, 8, longest=248),
+        "tokenizer": t.clip_tokenizer(248),
+        "text_encoder_2": t.clip_encoder(True, 16, hidden_act="gelu", longest=248),
+        "tokenizer_2": t.clip_tokenizer(248),
         "text_encoder_3": t.t5_encoder(),
         "tokenizer_3": t.t5_tokenizer(),
         "text_encoder_4": t.named("LlamaForCausalLM", words),
@@ -833,9 +833,10 @@ def flux_control_parts() -> dict[str, Any]:
 
 
 def klein_parts() -> dict[str, Any]:
-    """Return the components of FLUX.2 Klein: features of two layers of Qwen3."""
+    """Return the components of FLUX.2 Klein: features of layers 9, 18 and 27 of Qwen3."""
     words = t.qwen_tokenizer()
-    return {"text_encoder": t.qwen3(words, head=True), "tokenizer": words, **flux2_parts(False, 2 * t.WIDTH)}
+    encoder = t.qwen3(words, 8, head=True, num_hidden_layers=27)
+    return {"text_encoder": encoder, "tokenizer": words, **flux2_parts(False, 3 * 8)}
 
 
 def hunyuan_image_refiner() -> d.HunyuanImageRefinerPipeline:
@@ -901,13 +902,12 @@ def glm_image() -> d.GlmImagePipeline:
 FROM = CALL | {"image": PICTURE, "max_sequence_length": 24}
 INSIDE = FROM | {"mask_image": HALF}
 KONTEXT = {"max_area": 64 * 96, "_auto_resize": False}
-LAYERS = {"text_encoder_out_layers": (1, 2)}
 QWEN = partial(qwen_image_parts, d.QwenImagePipeline)
 
 IMAGES: dict[str, Small] = {
     "FluxPipeline": small(flux, **CALL, max_sequence_length=16),
-    "Flux2Pipeline": small(flux2, **CALL, max_sequence_length=96, text_encoder_out_layers=(1, 2)),
-    "Flux2KleinPipeline": small(flux2_klein, **CALL, max_sequence_length=24, text_encoder_out_layers=(1, 2)),
+    "Flux2Pipeline": small(flux2, **CALL, max_sequence_length=96),
+    "Flux2KleinPipeline": small(flux2_klein, **CALL, max_sequence_length=24),
     "ZImagePipeline": small(z_image, **CALL, max_sequence_length=24),
     "ChromaPipeline": small(chroma, **CALL, max_sequence_length=16),
     "QwenImagePipeline": small(qwen_image, **CALL, max_sequence_length=24),
@@ -964,8 +964,8 @@ IMAGES |= dict(
         again(d.FluxControlImg2ImgPipeline, flux_control_parts, **FROM, control_image=PICTURE),
         again(d.FluxControlInpaintPipeline, flux_control_parts, **INSIDE, control_image=PICTURE),
         again(d.ChromaImg2ImgPipeline, chroma_parts, **FROM),
-        again(d.Flux2KleinKVPipeline, klein_parts, **FROM, **LAYERS),
-        again(d.Flux2KleinInpaintPipeline, klein_parts, **INSIDE, **LAYERS),
+        again(d.Flux2KleinKVPipeline, klein_parts, **FROM),
+        again(d.Flux2KleinInpaintPipeline, klein_parts, **INSIDE),
         again(d.StableDiffusion3Img2ImgPipeline, stable_diffusion_3_parts, **FROM),
         again(d.StableDiffusion3InpaintPipeline, stable_diffusion_3_parts, **INSIDE),
         again(d.StableDiffusion3PAGPipeline, stable_diffusion_3_parts, **CALL),

@@ -248,9 +248,9 @@ def picture_processor(tokenizer: Qwen2Tokenizer, patch: int = 14) -> PaddleOCRVL
     return PaddleOCRVLProcessor(pictures, tokenizer, chat_template=CHAT)
 
 
-def mistral3(tokenizer: Any, width: int = WIDTH) -> Mistral3ForConditionalGeneration:
+def mistral3(tokenizer: Any, width: int = WIDTH, **sizes: Any) -> Mistral3ForConditionalGeneration:
     """A language model of Mistral 3 with its tower for pictures."""
     tower = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     tower |= {"model_type": "pixtral", "image_size": 28, "patch_size": 14}
-    text = {"model_type": "mistral", "sliding_window": None, **decoder_sizes(tokenizer, width)}
+    text = {"model_type": "mistral", "sliding_window": None, **decoder_sizes(tokenizer, width, **sizes)}
     return Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=tower))

@@ -59,6 +59,11 @@ class Facts:
     features: tuple[int | None, int, int]  # the middle block's output: its place in a tuple, channels and tokens
     no_guidance: Mapping[str, float]  # arguments of the call that turn guidance off
 
+    def behind(self, value: Tensor) -> tuple[int, int, int]:
+        """Return dimension, start and length of the channels behind the latents in the argument that holds both."""
+        dim, latents = self.channels or (1, value.shape[1])
+        return dim, latents, value.shape[dim] - latents
+
     def __str__(self) -> str:
         """Return the facts in words."""
         time = f"{self.slope:.6g} sigma" + (f" + {self.offset:.6g}" if self.offset else "")
@@ -82,3 +87,34 @@ RULES = {
     "norm": "guidance keeps the norm of the conditional velocity",
     "unknown": "guidance: the pipeline has a rule of its own, and uncond + w (cond - uncond) is used",
 }
+
+
+def flat(arguments: Mapping[str, Any], samples: int) -> dict[str, Any]:
+    """Return arguments in which those that hold others, or tensors of all samples, are taken apart: "a/b" is a[b]."""
+    apart: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if isinstance(value, Mapping) and value:
+            apart |= flat({f"{name}/{key}": one for key, one in value.items()}, samples)
+        elif of_tensors(value) and all(x.dim() > 2 and len(x) == samples for x in value):
+            apart |= {f"{name}/{place}": x for place, x in enumerate(value)}
+        else:
+            apart[name] = value
+    return apart
+
+
+def nested(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments that `flat` took apart as they were."""
+    whole: dict[str, Any] = {}
+    for name, value in arguments.items():
+        head, _, rest = name.partition("/")
+        whole[head] = whole.get(head, {}) | {rest: value} if rest else value
+    for head in {name.partition("/")[0] for name in arguments if "/" in name}:
+        parts = whole[head]
+        numbered = all(key.isdecimal() for key in parts)
+        whole[head] = [parts[key] for key in sorted(parts, key=int)] if numbered else nested(parts)
+    return whole
+
+
+def of_tensors(value: Any) -> bool:
+    """Whether a value is a list of tensors."""
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(one, Tensor) for one in value)

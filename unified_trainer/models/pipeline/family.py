@@ -16,7 +16,7 @@ def latent_shape(folder: Path, frames: int, height: int, width: int) -> Shape:
 
 def images(folder: Path) -> tuple[int, int]:
     """Return the fewest and the most condition images of a sample."""
-    return (1, 1) if known(folder).pipeline.takes_image else (0, 0)
+    return (1, 1) if known(folder).any().images else (0, 0)
 
 
 def networks(folder: Path) -> tuple[tuple[str, ...], float | None]:

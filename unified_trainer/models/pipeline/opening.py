@@ -28,14 +28,11 @@ def open_pipeline(folder: Path) -> Pipeline:
     index, memory = read_json(file), WithoutMemory()
     kind = component_class(file, "diffusers", index["_class_name"])
     parts: dict[str, Any] = {}
+    classes = component_classes(folder)
     for name, value in index.items():
-        if name.startswith("_"):
-            continue
-        named = isinstance(value, list) and len(value) == 2
-        if not named or value[0] is None:
-            parts[name] = None if named else value
-            continue
-        part = component_class(file, *value)
+        if name not in classes and not name.startswith("_"):
+            parts[name] = None if value == [None, None] else value
+    for name, part in classes.items():
         if name == "scheduler":
             parts[name] = flow_scheduler(folder / name)
         elif issubclass(part, nn.Module):
@@ -52,6 +49,18 @@ def open_pipeline(folder: Path) -> Pipeline:
     pipe = type(kind.__name__, (kind,), called)(**parts)
     pipe.set_progress_bar_config(disable=True)
     return Pipeline(folder, pipe, networks, memory.answers)
+
+
+def component_classes(folder: Path) -> dict[str, Any]:
+    """Return the classes of a folder's components by name; UserError for one that is unknown."""
+    index = read_json(file := folder / "model_index.json")
+    component_class(file, "diffusers", index["_class_name"])  # a pipeline's package may bring classes of its own
+    return {
+        name: component_class(file, *value)
+        for name, value in index.items()
+        if not name.startswith("_")
+        and (isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value))
+    }
 
 
 def component_class(file: Path, library: str, name: str) -> Any:

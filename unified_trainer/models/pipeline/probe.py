@@ -6,13 +6,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image as Picture
 from torch import Tensor, nn
 
 from unified_trainer.models.base import Shape
 from unified_trainer.models.pipeline.calls import STEPS, Pipeline, ProbeError, Seen, same, stacked
-from unified_trainer.models.pipeline.facts import BEHIND, Argument, Facts, Place, Size
+from unified_trainer.models.pipeline.facts import BEHIND, Argument, Facts, Place, Size, nested, of_tensors
 from unified_trainer.models.pipeline.guidance import rule_of
 
 SHORT = "a cat"
@@ -118,7 +119,7 @@ def _is_single(seen: Seen) -> bool:
 def _latents(pipeline: Pipeline, seen: Seen) -> tuple[str, Place | None, tuple[int, ...] | None]:
     named, sample = seen.inputs[0], seen.steps[0][1]
     for name, value in named.items():
-        if _is_list(value):
+        if of_tensors(value):
             if sum(x.numel() for x in value) == sample.numel() and same(stacked(value).reshape(sample.shape), sample):
                 return name, None, tuple(value[0].shape)
         elif isinstance(value, Tensor) and value.is_floating_point():
@@ -239,36 +240,47 @@ class _Arguments:
     ) -> "_Arguments":
         """Compare calls with another prompt, two samples and another image; `known` are the other arguments."""
         image, other_image = images
+        latents, place = next(iter(known.items()))
+        _check_steps(pipeline, one, known)
         first, long = one.inputs[0], pipeline.call([LONG], size, image, stop=True).inputs[0]
-        two = _of_two(pipeline, size, image)
-        rows = {name for name, value in two.items() if _rows(value) == 2 * (_rows(first[name]) or 0) > 0}
-        long = {name: first[name] if value is None else value for name, value in long.items()}
+        two = _of_two(pipeline, size, image, first, latents)
+        rows = {name for name, value in two.items() if _rows(value) == 2 * (_rows(first.get(name)) or 0) > 0}
+        long = {name: first[name] if long.get(name) is None else long[name] for name in first} | {
+            name: value for name, value in long.items() if name not in first
+        }
         paired = any(isinstance(first[name], Tensor) and first[name].shape != long[name].shape for name in rows)
         if paired:
             first, long = (text_call(pipeline, prompt, size, image, paired=True).inputs[0] for prompt in (SHORT, LONG))
-            rows |= {name for name, value in first.items() if isinstance(value, Tensor) and one.inputs[0][name] is None}
+            short = one.inputs[0]
+            rows |= {name for name, x in first.items() if isinstance(x, Tensor) and short.get(name) is None}
             long = {
-                name: torch.ones_like(first[name]) if value is None and name in rows else value
-                for name, value in long.items()
+                name: torch.ones_like(value) if long.get(name) is None and name in rows else long.get(name)
+                for name, value in first.items()
             }
         seen = text_call(pipeline, SHORT, size, other_image, paired=paired).inputs[0]
-        if place := next((place for place in known.values() if place), None):
-            latents = next(iter(known))
+        start = [stacked(held[latents]) for held in (first, seen)]
+        if differ(*(x.narrow(place[0], 0, place[1]) if place else x for x in start)):
+            raise pipeline.refuse("writes its image into the noisy latents")
+        if place:
             for held in (first, long, seen):
                 held[BEHIND] = held[latents].narrow(place[0], place[1], held[latents].shape[place[0]] - place[1])
             rows |= {BEHIND}
         others = {name: value for name, value in first.items() if name not in known}
-        text = {name for name, value in others.items() if name in rows and _differ(value, long[name], row=True)}
-        from_image = {name for name, value in others.items() if pipeline.takes_image and _differ(value, seen[name])}
+        text = {name for name, value in others.items() if name in rows and differ(value, long.get(name), row=True)}
+        from_image = {n for n, value in others.items() if pipeline.takes_image and differ(value, seen.get(n))}
+        if pipeline.takes_image and not from_image:
+            raise pipeline.refuse("gives its network no argument that follows from the image")
         rows |= {name for name in from_image if isinstance(others[name], Tensor) and len(others[name]) == 1}
         if both := text & from_image:
-            raise pipeline.refuse(f"makes {', '.join(sorted(both))} of prompt and image together")
-        for name in others.keys() - rows:
-            if name in from_image or _differ(others[name], long[name]):
+            raise pipeline.refuse(
+                f"makes {', '.join(sorted(both))} of prompt and image together, which are encoded apart"
+            )
+        for name in sorted({*others, *long} - known.keys() - rows):
+            if name in from_image or differ(others.get(name), long.get(name)):
                 raise pipeline.refuse(f"gives its network {name}, which follows from the sample but has no row for it")
         fixed = {name: value for name, value in others.items() if name not in text | from_image}
         replicated = tuple(name for name in fixed if name in rows)
-        if paired and all(isinstance(others[name], Tensor) and others[name].dim() > 2 for name in text):
+        if paired and not any(_marks(others[name]) for name in text):
             raise pipeline.refuse(
                 "pads prompts without a mask: a sample would depend on the other prompts of its batch"
             )
@@ -281,12 +293,49 @@ class _Arguments:
         )
 
 
-def _of_two(pipeline: Pipeline, size: Size, image: Picture.Image) -> dict[str, Any]:
+def _check_steps(pipeline: Pipeline, seen: Seen, known: Mapping[str, Place | None]) -> None:
+    """Raise ProbeError if another argument than latents and time changes between the solver steps."""
+    (latents, place), first = next(iter(known.items())), seen.inputs[0]
+    for later in seen.inputs[1:]:
+        changed = [name for name in sorted({*first, *later} - known.keys()) if differ(first.get(name), later.get(name))]
+        if place:
+            behind = [
+                x[latents].narrow(place[0], place[1], x[latents].shape[place[0]] - place[1]) for x in (first, later)
+            ]
+            changed += [BEHIND] if differ(*behind) else []
+        if changed:
+            raise pipeline.refuse(f"changes {', '.join(changed)} from step to step beside latents and time")
+
+
+def _of_two(
+    pipeline: Pipeline, size: Size, image: Picture.Image, first: dict[str, Any], latents: str
+) -> dict[str, Any]:
     """Return the network's arguments for two samples of one prompt and image."""
+    ways: list[tuple[int, int, Any]] = [(1, 2, image), (2, 1, image)]
+    for prompts, samples, pictures in [*ways, (2, 1, [image, image])] if pipeline.takes_image else ways:
+        try:
+            two = pipeline.call([SHORT] * prompts, size, pictures, samples=samples, stop=True).inputs[0]
+        except ProbeError:
+            continue
+        if _rows(two[latents]) == 2 * (_rows(first[latents]) or 0):
+            return two
+    # the pipeline makes one sample at a time: what has one row has two, if the network takes them
+    two = {
+        name: (torch.cat([value] * 2) if isinstance(value, Tensor) else value * 2) if _rows(value) == 1 else value
+        for name, value in first.items()
+    }
     try:
-        return pipeline.call([SHORT], size, image, samples=2, stop=True).inputs[0]
-    except ProbeError:  # several pipelines take one sample of a prompt, but several prompts
-        return pipeline.call([SHORT, SHORT], size, image, stop=True).inputs[0]
+        output = pipeline.pipe.components[pipeline.networks[0]](**nested(two))
+    except Exception as error:  # whatever a network raises says that it does not take them
+        raise pipeline.refuse(f"makes one sample at a time: {type(error).__name__}: {error}") from error
+    if len(stacked(output[0])) != 2:
+        raise pipeline.refuse("makes one sample at a time")
+    return two
+
+
+def _marks(value: Any) -> bool:
+    """Whether an argument marks tokens, or counts them."""
+    return isinstance(value, Tensor) and (not value.is_floating_point() or bool(((value == 0) | (value == 1)).all()))
 
 
 def _rows(value: Any) -> int | None:
@@ -296,20 +345,21 @@ def _rows(value: Any) -> int | None:
 
 def _argument(value: Any, longest: Any) -> Argument:
     row = first_row(longest)
-    return Argument(tuple(row.shape), row.dtype, _is_list(value))
+    return Argument(tuple(row.shape), row.dtype, of_tensors(value))
 
 
-def _differ(a: Any, b: Any, *, row: bool = False) -> bool:
-    """Whether two arguments differ, or with `row` those of the first sample."""
+def differ(a: Any, b: Any, *, row: bool = False) -> bool:
+    """Whether two arguments differ, or with `row` those of the first sample; by more than a device's rounding."""
+    a, b = (None if isinstance(x, Mapping) else x for x in (a, b))  # what `flat` leaves of them is empty
     if a is None or b is None:
         return a is not b
     if row:
         a, b = first_row(a), first_row(b)
-    if isinstance(a, Tensor):
-        return a.shape != b.shape or not torch.equal(a, b)
-    if isinstance(a, (list, tuple)):
-        return len(a) != len(b) or any(_differ(x, y) for x, y in zip(a, b, strict=True))
-    return isinstance(a, (int, float, str)) and a != b
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape != b.shape or not same(a.cpu(), b.cpu())
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) != len(b) or any(differ(x, y) for x, y in zip(a, b, strict=True))
+    return type(a) is not type(b) or (isinstance(a, (int, float, str, np.ndarray)) and bool(np.any(a != b)))
 
 
 @dataclass(frozen=True)
@@ -361,7 +411,3 @@ class _VAE:
         shape = (shift.shape[1], shift.shape[2], shift.shape[3], shift.shape[4])
         scale, shift = (x.float() for x in of_channel)
         return cls(shape, order.long() if reordered else None, scale, shift, flat, words)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(one, Tensor) for one in value)
