@@ -56,10 +56,10 @@ class Facts:
     features: tuple[int | None, int, int]  # the middle block's output: its place in a tuple, channels and tokens
     no_guidance: Mapping[str, float]  # arguments of the call that turn guidance off
 
-    def behind(self, value: Tensor) -> tuple[int, int, int]:
-        """Return dimension, start and length of the channels behind the latents in the argument that holds both."""
+    def behind(self, value: Tensor) -> Tensor:
+        """Return the channels behind the latents in the argument that holds both."""
         dim, latents = self.channels or (1, value.shape[1])
-        return dim, latents, value.shape[dim] - latents
+        return value.tensor_split([latents], dim)[1]
 
     def __str__(self) -> str:
         """Return the facts in words."""
@@ -81,7 +81,7 @@ BEHIND = "channels behind the latents"
 
 
 def flat(arguments: Mapping[str, Any], samples: int) -> dict[str, Any]:
-    """Return arguments with those apart that hold others by name, or a list of tensors of all samples: "a/b" is a[b]."""
+    """Return arguments with those apart that hold others by name, or tensors of all samples: "a/b" is a[b]."""
     apart: dict[str, Any] = {}
     for name, value in arguments.items():
         if isinstance(value, Mapping) and value:

@@ -251,7 +251,7 @@ class _Arguments:
             raise pipeline.refuse("writes its image into the noisy latents")
         if place:
             for held in (first, long, seen):
-                held[BEHIND] = held[latents].narrow(place[0], place[1], held[latents].shape[place[0]] - place[1])
+                held[BEHIND] = held[latents].tensor_split([place[1]], place[0])[1]
             rows |= {BEHIND}
         others = {name: value for name, value in first.items() if name not in known}
         text = {name for name, value in others.items() if name in rows and differ(value, long.get(name), row=True)}
@@ -260,9 +260,7 @@ class _Arguments:
             raise pipeline.refuse("gives its network no argument that follows from the image")
         rows |= {name for name in from_image if isinstance(others[name], Tensor) and len(others[name]) == 1}
         if both := text & from_image:
-            raise pipeline.refuse(
-                f"makes {', '.join(sorted(both))} of prompt and image together, which are encoded apart"
-            )
+            raise pipeline.refuse(f"makes {', '.join(sorted(both))} of prompt and image, which are encoded apart")
         for name in sorted({*others, *long} - known.keys() - rows):
             if name in from_image or differ(others.get(name), long.get(name)):
                 raise pipeline.refuse(f"gives its network {name}, which follows from the sample but has no row for it")
@@ -287,9 +285,7 @@ def _check_steps(pipeline: Pipeline, seen: Seen, known: Mapping[str, Place | Non
     for later in seen.inputs[1:]:
         changed = [name for name in sorted({*first, *later} - known.keys()) if differ(first.get(name), later.get(name))]
         if place:
-            behind = [
-                x[latents].narrow(place[0], place[1], x[latents].shape[place[0]] - place[1]) for x in (first, later)
-            ]
+            behind = [x[latents].tensor_split([place[1]], place[0])[1] for x in (first, later)]
             changed += [BEHIND] if differ(*behind) else []
         if changed:
             raise pipeline.refuse(f"changes {', '.join(changed)} from step to step beside latents and time")
