@@ -44,6 +44,7 @@ class Facts:
     text: Mapping[str, Argument]
     images: Mapping[str, Argument]  # what follows from a condition image; BEHIND is the channels behind the latents
     paired: bool  # whether prompts are encoded beside a long one, so that all are padded to one length
+    counted: tuple[str, ...] | None  # set: each sample is called alone, with so many items of these as its prompt
     constants: Mapping[str, Any]  # all other arguments; BEHIND may be one
     replicated: tuple[str, ...]  # those of them that have a row, or an item, for each sample
     scale: Tensor  # the VAE decodes scale x latents + shift, [c, 1, 1, 1] or [c, t, h, w]

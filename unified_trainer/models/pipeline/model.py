@@ -1,7 +1,8 @@
 """The network of any pipeline as a `VideoModel`: it is called as the pipeline calls it."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -72,6 +73,8 @@ class PipelineModel(DiffusersModel):
         """Predict the velocity by the call that was learned; times are slope w + offset, w = sigma without `warp`."""
         here = self._at(x_t)
         facts, count = here.facts, len(x_t)
+        if facts.counted is not None and count > 1:  # a padded prompt would be another one
+            return torch.cat([self.velocity(x_t[i : i + 1], sigma[i : i + 1], cond.take([i])) for i in range(count)])
         x = x_t.float()
         if here.inverse is not None:
             x = x.flatten(1)[:, here.inverse]
@@ -81,7 +84,11 @@ class PipelineModel(DiffusersModel):
         for name, argument in facts.text.items():
             inputs[name] = cond[name].to(argument.dtype)
             if argument.listed:
-                inputs[name] = [row[:n] for row, n in zip(inputs[name], cond[name + ROWS].tolist(), strict=True)]
+                rows = cond[name + ROWS].tolist()
+                inputs[name] = [row[:n] for row, n in zip(inputs[name], rows, strict=True)]
+                if facts.counted is not None:
+                    inputs[name] = torch.stack(inputs[name])
+                    inputs |= {name: here.constants[name][: rows[0]] for name in facts.counted}
         if facts.channels:
             x = torch.cat([x, inputs.pop(BEHIND)], facts.channels[0])
         level = sigma.float().to(x.device, non_blocking=True)
@@ -97,6 +104,13 @@ class PipelineModel(DiffusersModel):
             v = v.narrow(facts.output[0], 0, facts.output[1])
         v = v.reshape(count, -1)
         return (v if here.order is None else v[:, here.order]).reshape(x_t.shape)
+
+    @contextmanager
+    def features(self, *, alone: bool = False) -> Iterator[list[Tensor]]:
+        if self._known.any().counted is not None:
+            raise UserError(f"{self._known.any().pipeline} calls its network with each sample alone, without features")
+        with super().features(alone=alone) as seen:
+            yield seen
 
     def layer_kind(self, layer: str) -> str:  # STUB
         return "tokens"
