@@ -16,7 +16,7 @@ from unified_trainer.models.base import Shape
 from unified_trainer.models.diffusers_model import DiffusersModel
 from unified_trainer.models.folder import outline
 from unified_trainer.models.pipeline.facts import BEHIND, Facts
-from unified_trainer.models.pipeline.known import Known, known
+from unified_trainer.models.pipeline.known import KNOWN, Known, known
 from unified_trainer.models.pipeline.probe import blocks_of, stacked
 
 ROWS = " rows"  # behind the name of a padded argument: how many of its rows a prompt has
@@ -97,6 +97,10 @@ class PipelineModel(DiffusersModel):
             v = v.narrow(facts.output[0], 0, facts.output[1])
         v = v.reshape(count, -1)
         return (v if here.order is None else v[:, here.order]).reshape(x_t.shape)
+
+    def save(self, folder: Path, component: str, dtype: torch.dtype, max_shard_size: str) -> None:
+        super().save(folder, component, dtype, max_shard_size)
+        KNOWN[folder] = self._known  # the folder is read again before the rest of its pipeline is written
 
     def layer_kind(self, layer: str) -> str:  # STUB
         return "tokens"
