@@ -1,4 +1,4 @@
-"""Prompts of several tensors: a matrix of changing length, a pooled vector and a mask, kept, stored and read again."""
+"""Prompts of a matrix of changing length, a pooled vector, a mask and a number are kept, stored and read again."""
 
 import math
 from dataclasses import replace
@@ -27,12 +27,12 @@ from unified_trainer.models.wan import family
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.run import registry
 
-SHAPES = {"attention_mask": (16,), "hidden_states": (16, 32), "pooled": (4,)}
+SHAPES = {"attention_mask": (16,), "hidden_states": (16, 32), "length": (), "pooled": (4,)}
 SIZE = ["--video.frames", "5", "--video.height", "32", "--video.width", "32"]
 
 
 class NamedCodec(WanCodec):
-    """The tiny world's codec, whose network reads one matrix that is made of three tensors."""
+    """The tiny world's codec, whose network reads one matrix that is made of several tensors."""
 
     def __init__(self, folder, device, config):
         super().__init__(folder, device, config)
@@ -43,7 +43,12 @@ class NamedCodec(WanCodec):
         for made in super()._embed(prompts):
             text = made["text"]
             mask = torch.arange(len(text)) != 1  # also inside a prompt
-            yield {"hidden_states": text, "pooled": text.mean(0)[:4], "attention_mask": mask}
+            yield {
+                "hidden_states": text,
+                "pooled": text.mean(0)[:4],
+                "attention_mask": mask,
+                "length": torch.tensor(len(text)),
+            }
 
     def text_condition(self, prompts):
         made = stack(prompts, self.text_shapes)
@@ -68,7 +73,7 @@ def assert_equal(own, other) -> None:
 
 @pytest.fixture
 def named(monkeypatch):
-    """Let the tiny world's folders be of a family with the codec of three tensors."""
+    """Let the tiny world's folders be of a family with the codec of several tensors."""
     monkeypatch.setitem(registry.FAMILIES, "WanPipeline", replace(family.WAN, codec=NamedCodec.load))
 
 
@@ -86,9 +91,9 @@ def test_conditions_are_padded_and_what_cannot_be_is_refused():
     for changed, said in (
         (
             {name: x for name, x in short.items() if name != "pooled"},
-            "has tensors attention_mask, hidden_states, ",
+            "has tensors attention_mask, hidden_states, length, exp",
         ),
-        (short | {"more": torch.ones(1)}, "has tensors attention_mask, hidden_states, more, pooled, expected"),
+        (short | {"more": torch.ones(1)}, "has tensors attention_mask, .*, more, pooled, expected"),
         (short | {"pooled": torch.ones(3)}, r"has pooled torch.float32 \[3\], expected finite numbers \[4\] to \[4\]"),
         (short | {"pooled": torch.full((4,), math.nan)}, "has pooled torch.float32"),
         (short | {"pooled": torch.ones(4, dtype=torch.complex64)}, "has pooled torch.complex64"),
@@ -161,6 +166,9 @@ def test_the_difference_is_that_of_the_worst_tensor():
     for other in (
         {"hidden_states": own["hidden_states"]},
         padded | {"attention_mask": ~padded["attention_mask"]},
+        own | {"attention_mask": own["attention_mask"][[1, 0, *range(2, own["length"])]]},
+        own | {"length": own["length"].float()},
+        own | {"length": own["length"] - 1},
         own | {"attention_mask": own["attention_mask"][:-1]},
         own | {"pooled": own["pooled"][None]},
         own | {"hidden_states": torch.cat([own["hidden_states"]] * 2)},
@@ -196,8 +204,9 @@ def test_encoded_clips_hold_all_tensors_and_training_needs_no_text_encoder(encod
     (file,) = encoded.glob("*.parquet")
     row = pq.read_table(file).to_pylist()[0]
     assert row["attention_mask_dtype"] == "bool" and row["pooled_shape"] == [4]
+    assert (row["length_dtype"], row["length_shape"]) == ("int64", [])
     assert row[TEXT[1]] == [*own.prompts([CAPTIONS[0]])[0]["hidden_states"].shape]
-    columns = {*columns_of("pooled"), *columns_of("attention_mask"), *TEXT}
+    columns = {*columns_of("pooled"), *columns_of("attention_mask"), *columns_of("length"), *TEXT}
     read = read_stored_files(encoded, ClipRows(LATENT_SHAPE))
     assert read.text == columns and read.row_groups[0].size > read_stored_size(file, columns)
 

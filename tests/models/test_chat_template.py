@@ -7,7 +7,7 @@ from helpers import HPSV3, REPO
 from transformers import AutoTokenizer
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.models.chat_template import TEXT, fixed_chat
+from unified_trainer.models.chat_template import TEXT, check_bounds, fixed_chat
 
 PLAIN = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -52,3 +52,21 @@ def test_a_template_that_does_something_else_is_one_sentence(template, said):
     with pytest.raises(UserError, match=f"here: .*{said}") as caught:
         around(template)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'x' * 10 ** 7 }}",
+        "{% for i in range(10 ** 4) %}{% for j in range(10 ** 4) %}{% if i * j %}{% endif %}{% endfor %}{% endfor %}",
+        "{% set x = 'x' * 10 ** 10 %}",
+    ],
+)
+def test_templates_of_pipelines_are_bounded(template):
+    with pytest.raises(UserError, match="folder/tokenizer: chat_template takes too much time or memory"):
+        check_bounds(template, "folder/tokenizer")
+
+
+def test_templates_that_need_other_turns_pass():
+    check_bounds("{{ raise_exception('no system turn') }}", "folder/tokenizer")
+    check_bounds("{% for m in messages %}{{ m['content'] }}{% endfor %}", "folder/tokenizer")

@@ -22,6 +22,7 @@ from unified_trainer.basics.requests import Image, Request
 from unified_trainer.data.loader import make_batch
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.hunyuan15.family import HUNYUAN15
+from unified_trainer.parallel.meter import Meter
 from unified_trainer.roles import blocks
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Frozen, RoleConfig
@@ -30,8 +31,6 @@ from unified_trainer.sampling.solver import SamplerConfig, generate
 from unified_trainer.tools.export.scheduler import euler_scheduler
 from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.plan.architecture import architecture_of
-from unified_trainer.tools.plan.flops import pass_flops
-from unified_trainer.tools.plan.network_size import measured
 from unified_trainer.tools.sample.sample import videos, with_images
 
 pytestmark = pytest.mark.slow
@@ -162,20 +161,20 @@ def test_flops_are_those_that_the_meter_counts(folder):
     """The image's tokens are rows of their own layers, and keys of every block."""
     model = HUNYUAN15.model(folder, "transformer")
     model.read(ALONE)
-    counter, seen = FlopCounterMode(display=False), []
-    model.network.register_forward_hook(lambda _network, inputs, _output: seen.append(model.pass_size(*inputs)))
-    with counter, torch.no_grad():
+    counter, meter = FlopCounterMode(display=False), Meter(torch.device("cpu"))
+    Backbone(model, ALONE)
+    with counter, torch.no_grad(), meter.measure():
         model.velocity(*model.example())
-    planned = pass_flops(measured(model), seen[0])
-    assert counter.get_total_flops() == planned.forward - planned.attention  # it knows no attention of a CPU
-    assert seen[0].rows["image_embedder"] == 5 and seen[0].attention == 4 * 24 * (2 * (8 + 4 + 4 + 5) ** 2 + 4**2)
+    attention = 4 * 24 * (2 * (8 + 4 + 4 + 5) ** 2 + 4**2)
+    assert meter.flops == counter.get_total_flops() + attention  # torch knows no attention of a CPU
 
 
 def test_plan_knows_the_sizes_of_a_folder_and_of_the_published_model(folder):
     run = parse(["--method", "dmd2", "--recipe", "hunyuanvideo-1.5-i2v"])
     found, own = (architecture_of("student", path, run) for path in ("", str(folder)))
     assert (found.size.parameters, found.latent_shape(121, 480, 848)) == (8_326_608_160, (32, 31, 30, 53))
-    assert (own.pass_size((8, 1, 4, 4)).rows["image_embedder"], own.heads) == (729, 2)
+    embedder = next(part for part in own.plain_pass((8, 1, 4, 4)).parts if part.module == "image_embedder.linear_1")
+    assert embedder.products == 2 * 729 * own.size.matrices[embedder.module].weights and own.heads == 2
 
 
 def test_folders_that_cannot_be_are_refused(folder, table, tmp_path, capsys):

@@ -48,7 +48,7 @@ from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import make_batch
-from unified_trainer.models.base import Family, PassSize
+from unified_trainer.models.base import Family
 from unified_trainer.models.diffusers_codec import DiffusersCodec
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.hunyuan15.family import HUNYUAN15
@@ -72,7 +72,7 @@ from unified_trainer.tools.export.scheduler import euler_scheduler
 from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.plan.architecture import architecture_of
 from unified_trainer.tools.plan.flops import decode_flops, encode_flops, pass_flops
-from unified_trainer.tools.plan.network_size import frozen_config, measured
+from unified_trainer.tools.plan.network_size import frozen_config, measured, plain_pass
 from unified_trainer.tools.plan.passes import decode_bytes
 from unified_trainer.tools.sample.sample import videos
 
@@ -652,25 +652,18 @@ def test_diffusers_samples_an_export_as_we_do(case, folder, prompts, data, tmp_p
         torch.testing.assert_close(pixels, ours, rtol=0, atol=2e-5)
 
 
-def test_flops_are_those_that_the_meter_counts(case, folder):
+def test_flops_of_meter_and_plan_are_those_that_torch_counts(case, folder):
     model = model_of(case.family, folder)
     x, sigma, cond = model.example()
-    counter, seen = FlopCounterMode(display=False), []
-
-    def note(_network, inputs, named, _output):
-        seen.append(model.pass_size(*inputs, **{name: x for name, x in named.items() if isinstance(x, torch.Tensor)}))
-
-    model.network.register_forward_hook(note, with_kwargs=True)
-    with counter, torch.no_grad():
+    counter, meter = FlopCounterMode(display=False), Meter(torch.device("cpu"))
+    Backbone(model, ALONE)
+    with counter, torch.no_grad(), meter.measure():
         model.velocity(x, sigma, cond)
-    size, products = seen[0], 0
-    for name, layer in model.network.named_modules():
-        if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d | torch.nn.Conv3d):
-            products += 2 * layer.weight.numel() * size.rows[model.layer_kind(name)]
-    assert counter.get_total_flops() == products  # it knows no attention of a CPU
-    assert size.tokens == (4 if case.frames == 1 else 8) and size.attention == 4 * 24 * case.pairs
-    planned = pass_flops(measured(model), size)
-    assert (planned.forward - planned.attention, planned.attention) == (products, size.attention)
+    attention = 4 * 24 * case.pairs  # torch knows no attention of a CPU
+    assert (meter.tokens, meter.flops) == (4 if case.frames == 1 else 8, counter.get_total_flops() + attention)
+    plain = plain_pass(type(model), frozen_config(dict(model.network.config)), tuple(x.shape[1:]), 4)
+    planned = pass_flops(measured(model), plain)
+    assert (planned.forward, planned.attention, plain.tokens) == (meter.flops, attention, meter.tokens)
 
 
 def test_sizes_of_an_adapter_and_of_weights_in_fp32_are_those_of_a_role(case, folder):
@@ -681,12 +674,11 @@ def test_sizes_of_an_adapter_and_of_weights_in_fp32_are_those_of_a_role(case, fo
     assert (len(size.kinds) == 1) == (case.family is not SD3)  # Stable Diffusion's last block has fewer layers
     backbone = Backbone(model, ALONE, trained=False, adapters={"role": AdapterConfig(rank=2)})
     assert size.adapter(2) == sum(p.numel() for p in backbone.weights("role").values())
-    meter, passes = Meter(torch.device("cpu")), []
-    meter.note = passes.append
+    meter, x = Meter(torch.device("cpu")), model.example()[0]
     with meter.measure(), backbone.running("role"):
         model.velocity(*model.example()).square().mean().backward()
-    seen = PassSize(passes[0].tokens, passes[0].rows, passes[0].attention)
-    assert meter.flops == pass_flops(size, seen, rank=2).trained
+    plain = plain_pass(type(model), frozen_config(dict(model.network.config)), tuple(x.shape[1:]), 4)
+    assert meter.flops == pass_flops(size, plain, rank=2).trained
 
 
 def test_flops_of_encoders_and_decoder_are_those_of_the_layers_that_run(case, folder):
@@ -720,7 +712,7 @@ def test_plan_knows_the_sizes_of_a_folder_and_of_the_published_model(case, folde
     assert found.text_shapes == codec.text_shapes
     latents = case.family.latent_shape(folder, *shape)
     assert found.latent_shape(*shape) == latents
-    assert found.pass_size(latents).tokens == case.family.tokens(folder, latents)
+    assert found.plain_pass(latents).tokens == case.family.tokens(folder, latents)
     published = architecture_of("student", case.published, run)
     assert published.size.parameters == case.parameters
     for wrong, said in (((case.wrong[0], 512, 512), case.wrong[1]), ((case.frames, 520, 512), "video.height must be")):

@@ -8,6 +8,7 @@ import shutil
 import sys
 import types
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.plan.flops import pass_flops
-from unified_trainer.tools.plan.network_size import measured
+from unified_trainer.tools.plan.network_size import frozen_config, measured, plain_pass
 from unified_trainer.tools.sample.sample import videos
 
 SMALL = SparseAttentionConfig(share=0.5, tile=(2, 2, 2))
@@ -239,9 +240,9 @@ def test_flops_of_the_meter_are_those_of_the_sizes_of_the_dense_network():
     size = replace(measured(dense), gates=1)
     pairs = SMALL.pairs((5, 4, 4), 0.5)
     assert pairs == 80 * 80 // 2 + 12 * 12
-    whole = dense.pass_size(inputs()[0][:1], torch.zeros(1), torch.zeros(1, 7, 32))
-    passed = replace(whole, attention=whole.attention + 4 * size.width * size.layers * (pairs - 80 * 80))
-    assert meter.flops == 2 * pass_flops(size, passed).trained
+    config = frozen_config(dict(dense.network.config))
+    plain = plain_pass(type(dense), config, inputs()[0].shape[1:], 7).scaled({"attn1": Fraction(pairs, 80 * 80)})
+    assert meter.flops == 2 * pass_flops(size, plain).trained
     assert size.parameters == backbone.parameters
 
 

@@ -5,6 +5,8 @@ import json
 
 import pytest
 import torch
+from diffusers import ConfigMixin, ModelMixin
+from diffusers.configuration_utils import register_to_config
 from forked import program
 from helpers import (
     ALONE,
@@ -23,11 +25,16 @@ from helpers import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from unified_trainer.basics.errors import UserError
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
+from unified_trainer.models.diffusers_model import DiffusersModel
+from unified_trainer.models.pass_flops import count_pass
+from unified_trainer.models.wan.flow_map import FlowMapWanModel
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel import device
-from unified_trainer.parallel.meter import Meter, detail, phase
+from unified_trainer.parallel.meter import Meter, detail, phase, step_cost
+from unified_trainer.roles import pass_costs
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.experts import ExpertPair
@@ -142,6 +149,13 @@ def test_an_adapter_is_counted_with_its_own_role_only():
     assert torchs < both.flops == pytest.approx(torchs, rel=0.1)
 
 
+def test_a_flow_map_embeds_two_times():
+    role = Role("teacher", Backbone(FlowMapWanModel.open(WAN, "transformer"), ALONE), RoleConfig())
+    with torch.no_grad():
+        meter, torchs = counted(lambda: velocity(role))
+    assert meter.flops == torchs
+
+
 def test_each_of_two_experts_counts_its_rows():
     pair = ExpertPair(Backbone(small_model(0), ALONE), Backbone(small_model(1), ALONE), 0.6)
     two, torchs = counted(lambda: velocity(Role("teacher", pair, RoleConfig())))
@@ -179,16 +193,70 @@ def test_masked_attention_counts_the_pairs_that_it_allows():
     assert whole.flops - masked.flops == 4 * width * blocks * 2 * TOKENS**2 // 4
 
 
-def test_a_network_without_attention_counts_every_matrix_at_every_position():
-    class Convolutions(WanModel):
-        layer_kind = WanModel.__mro__[1].layer_kind
-        pass_size = WanModel.__mro__[1].pass_size
+class Convolutions(ModelMixin, ConfigMixin):
+    """A block of a convolution, and one beside it; with `reads` its forward needs a value of its input."""
 
-    model = Convolutions(small_model().network)
-    weights = sum(m.weight.numel() for m in model.network.modules() if isinstance(m, torch.nn.Linear | torch.nn.Conv3d))
+    @register_to_config
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Conv3d(16, 16, 3, padding=1), torch.nn.Conv3d(16, 16, 1)])
+
+    def forward(self, x):
+        if self.config.reads:
+            x = x / x.abs().max().item()
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class ConvolutionsModel(DiffusersModel):
+    network_class, adapter_layers, feature_size = Convolutions, (), 16
+
+    @property
+    def blocks(self):
+        return tuple(self.network.blocks)
+
+    def velocity(self, x_t, sigma, cond):
+        return self.network(x_t)
+
+    def example(self, shape=None, samples=1, text_tokens=4):
+        raise NotImplementedError("nothing compares or traces it")
+
+
+def test_a_network_without_attention_counts_every_matrix_at_every_position():
+    role = Role("teacher", Backbone(ConvolutionsModel(Convolutions()), ALONE), RoleConfig())
     with torch.no_grad():
-        meter, _ = counted(lambda: velocity(Role("teacher", Backbone(model, ALONE), RoleConfig())))
-    assert meter.flops == 2 * weights * 4 * TOKENS
+        meter, torchs = counted(lambda: velocity(role))
+    positions = 4 * LATENT_SHAPE[1] * LATENT_SHAPE[2] * LATENT_SHAPE[3]
+    assert meter.flops == torchs == 2 * 16 * 16 * (27 + 1) * positions and meter.tokens == positions
+
+
+def test_a_network_that_reads_values_is_not_counted_and_says_so_once(capsys):
+    """No rate is measured then; plan refuses such a network."""
+    model = ConvolutionsModel(Convolutions(reads=True))
+    role, meter = Role("teacher", Backbone(model, ALONE), RoleConfig()), Meter(CPU)
+    with torch.no_grad(), meter.measure():
+        for count in (2, 2, 4):
+            role.velocity(noise(count), torch.full((count,), 0.5), condition())
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 1 and "teacher: no MFU is measured: the FLOPs of Convolutions are unknown" in said[0]
+    cost = step_cost(meter, ALONE, 8)
+    assert "samples_per_second" in cost
+    assert not cost.keys() & {"tokens_per_second", "model_flops_per_second", "mfu"}
+    with torch.device("meta"), pytest.raises(UserError, match="its forward fails on them"):
+        count_pass(model := ConvolutionsModel(Convolutions(reads=True)), lambda: model.network(noise().to("meta")))
+
+
+def test_a_pass_is_counted_on_the_copy_once_for_each_shape(monkeypatch):
+    """Two passes of one shape, of which one has a mask, run the copy once."""
+    student, runs = causal(), []
+    monkeypatch.setattr(pass_costs, "count_pass", lambda *given: runs.append(given) or count_pass(*given))
+    with torch.no_grad(), Meter(CPU).measure():
+        for count in (2, 2, 4):
+            at = (noise(count), torch.full((count,), 0.5), small_batch(count).cond)
+            student.masked_velocity(*at, CHUNKS)
+            student.velocity(*at)
+    assert len(runs) == 2
 
 
 def test_nothing_is_counted_outside():

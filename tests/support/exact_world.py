@@ -20,7 +20,6 @@ from unified_trainer.basics.types import Condition
 from unified_trainer.data.loader import Loader, make_batch
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
-from unified_trainer.models.base import PassSize
 from unified_trainer.numerics.flow import add_noise, guide, shift_sigma
 from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.parallel.random import Streams
@@ -92,6 +91,7 @@ class Model:
 
     adapter_layers = ("0", "2")
     new_layers = ()
+    pass_share = {}
     feature_size = 128
 
     def __init__(self, network: nn.Module) -> None:
@@ -120,12 +120,6 @@ class Model:
     def share_tokens(self, mesh):
         raise NotImplementedError
 
-    def layer_kind(self, layer):
-        return "samples"
-
-    def pass_size(self, x_t, sigma, label):
-        return PassSize(len(x_t), {"samples": len(x_t)}, 0)
-
     def example(self, shape=None, samples=1, text_tokens=4):
         raise NotImplementedError
 
@@ -146,7 +140,7 @@ class Posterior(nn.Module):
     def forward(self, x_t, sigma, label):
         sigma, x = sigma[:, None], x_t.flatten(1)
         distance = (x[:, None] - (1 - sigma[:, None]) * self.templates).square().sum(-1)
-        other = (torch.arange(CLASSES * EACH) // EACH != label[:, None]) & (label[:, None] != ANY)
+        other = (torch.arange(CLASSES * EACH, device=x.device) // EACH != label[:, None]) & (label[:, None] != ANY)
         posterior = (-distance / (2 * sigma**2)).masked_fill(other, -torch.inf).softmax(-1)
         x0 = (posterior @ self.templates).view_as(x_t)
         return (x_t - x0) / sigma.view(-1, *[1] * (x_t.ndim - 1))
@@ -162,7 +156,7 @@ class Learner(nn.Module):
         self.out = nn.Linear(128, SIZE)
 
     def forward(self, x_t, sigma, label):
-        waves = sigma[:, None] * torch.arange(1, 9) * torch.pi / 2
+        waves = sigma[:, None] * torch.arange(1, 9, device=sigma.device) * torch.pi / 2
         h = torch.cat([x_t.flatten(1), waves.sin(), waves.cos(), self.label(label)], 1)
         for layer in self.layers:
             h = nn.functional.silu(layer(h))

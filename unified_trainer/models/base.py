@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -26,19 +27,12 @@ Prompt = Mapping[str, Tensor]  # of one prompt, without the sample axis, unpadde
 EXPERTS = ("transformer", "transformer_2")  # of high and of low noise; a folder of one network has the first alone
 
 
-@dataclass(frozen=True)
-class PassSize:
-    """The size of one pass of a network, from which its FLOPs are counted."""
-
-    tokens: int  # latent tokens of all samples
-    rows: Mapping[str, int]  # rows that a matrix is multiplied with, by the kind of its layer
-    attention: int  # FLOPs of the forward pass in products of two activations
-
-
 class VideoModel(Protocol):
     """A network that predicts velocities; all unit conversion happens inside."""
 
     network: nn.Module
+    # Share of the FLOPs of a plain pass that the last pass computed, by ends of the names of modules; others: all.
+    pass_share: Mapping[str, Fraction]
 
     @property
     def adapter_layers(self) -> tuple[str, ...]:
@@ -90,18 +84,6 @@ class VideoModel(Protocol):
 
     def save(self, folder: Path, component: str, dtype: torch.dtype, max_shard_size: str) -> None:
         """Write the network as a component of a pipeline folder; the weights in memory are rounded to `dtype` too."""
-
-    def layer_kind(self, layer: str) -> str:
-        """Return the kind of a linear or convolution layer by its name: a key of the rows of `pass_size`.
-
-        Layers behind all blocks may be of kind "output": nothing goes back through them in a pass to the features.
-        """
-
-    def pass_size(self, *inputs: Any, **named: Tensor) -> PassSize:
-        """Return the size of the pass of `network` that just ran, of whole samples.
-
-        The inputs are as `velocity` gave them to the network: by position, and the tensors that it gave by name.
-        """
 
     def compiled_inputs(self, *inputs: Any) -> tuple[Any, ...]:
         """Return the inputs of a block as those of its compiled form.

@@ -12,6 +12,7 @@ import sys
 
 CPU_SECONDS, MEMORY, LONGEST = 2, 2**30, 2**20  # of the process; characters of a chat
 SAMPLES = ("a <prompt> & 'one' \"two\" \\ {{ 3 }}", " \u00e9 \n")  # of which no template may change a character
+WRITES_TOO_MUCH = "it writes more than"
 TEXT = "\0"  # stands for the text in the messages
 
 Chat = tuple[str, str]  # what stands before and after the text
@@ -29,10 +30,7 @@ def fixed_chat(template: str, messages: str, tokens: str, place: str) -> Chat:
     asked = json.dumps(
         [template, [messages.replace(json.dumps(TEXT)[1:-1], json.dumps(s)[1:-1]) for s in SAMPLES], tokens]
     )
-    words = [sys.executable, "-P", __file__]
-    ended = subprocess.run(words, input=asked, capture_output=True, encoding="utf-8", check=False)
-    lines = [line for line in ended.stderr.splitlines() if line[:1].strip()]  # the last one is the exception
-    said = (lines or [f"it takes more than {CPU_SECONDS} s or {MEMORY} bytes"])[-1]
+    ended, said = _written(asked)
     if ended.returncode:
         raise UserError(f"{place}: chat_template fails ({said[:500]}): fetch it again")
     chats = [tuple(chat.split(text)) for chat, text in zip(json.loads(ended.stdout), SAMPLES, strict=True)]
@@ -40,6 +38,30 @@ def fixed_chat(template: str, messages: str, tokens: str, place: str) -> Chat:
         raise UserError(f"{place}: chat_template does not write the text of a message once, as it is")
     before, after = chats[0]
     return before, after
+
+
+@functools.cache
+def check_bounds(template: str, place: str) -> None:
+    """Raise UserError, which begins with `place`, for a template that takes or writes more than is allowed.
+
+    It writes a chat of one turn, with the text as it is and as a part. Templates that fail by themselves pass: whoever
+    calls them with other turns sees why.
+    """
+    from unified_trainer.basics.errors import UserError
+
+    for content in (SAMPLES[0], [{"type": "text", "text": SAMPLES[0]}]):
+        chat = json.dumps([{"role": "user", "content": content}])
+        ended, said = _written(json.dumps([template, [chat], "{}"]))
+        if ended.returncode < 0 or said.startswith(("MemoryError", f"ValueError: {WRITES_TOO_MUCH}")):
+            raise UserError(f"{place}: chat_template takes too much time or memory ({said[:200]}): fetch it again")
+
+
+def _written(asked: str) -> tuple[subprocess.CompletedProcess[str], str]:
+    """Run the program below; return how it ended, and its exception."""
+    words = [sys.executable, "-P", __file__]
+    ended = subprocess.run(words, input=asked, capture_output=True, encoding="utf-8", check=False)
+    lines = [line for line in ended.stderr.splitlines() if line[:1].strip()]  # the last one is the exception
+    return ended, (lines or [f"it takes more than {CPU_SECONDS} s or {MEMORY} bytes"])[-1]
 
 
 def _refuse(message: str) -> None:
@@ -58,7 +80,7 @@ def _program() -> None:
     environment.filters["tojson"], environment.globals["raise_exception"] = json.dumps, _refuse
     written = [environment.from_string(template).render(messages=json.loads(chat), **known) for chat in chats]
     if max(map(len, written)) > LONGEST:
-        raise ValueError(f"it writes more than {LONGEST} characters")
+        raise ValueError(f"{WRITES_TOO_MUCH} {LONGEST} characters")
     json.dump(written, sys.stdout)
 
 

@@ -1,9 +1,10 @@
 """A diffusers network as a video model: opening, reading and writing it, and features."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from fractions import Fraction
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Latents, PerFrame, PerSample
 from unified_trainer.models.adapter_file import AdapterFile
-from unified_trainer.models.base import PassSize
 from unified_trainer.models.folder import outline, read_weights
 from unified_trainer.numerics.flow import guide
 from unified_trainer.parallel.fsdp import without_forward_prefetch
@@ -31,6 +31,7 @@ class DiffusersModel:
     network_class: ClassVar[type[ModelMixin]]
     adapter_layers: tuple[str, ...]
     new_layers: ClassVar[tuple[str, ...]] = ()
+    pass_share: Mapping[str, Fraction] = MappingProxyType({})
 
     def __init__(self, network: nn.Module, folder: Path | None = None) -> None:
         """Take a network; `folder` holds its weights while it is an outline without memory."""
@@ -92,16 +93,6 @@ class DiffusersModel:
 
     def share_tokens(self, mesh: Mesh) -> None:
         raise UserError(f"{type(self).__name__} cannot share tokens between ranks: set parallel.sequence 1")
-
-    def layer_kind(self, layer: str) -> str:
-        """Return one kind for all layers: every matrix is applied at every latent position."""
-        return "tokens"
-
-    def pass_size(self, *inputs: Any, **named: Any) -> PassSize:
-        """Count the positions of the first input [b, c, t, h, w], and no attention; a family with attention adds it."""
-        x = inputs[0]
-        positions = len(x) * math.prod(x.shape[2:])
-        return PassSize(positions, {"tokens": positions}, 0)
 
     def save(self, folder: Path, component: str, dtype: torch.dtype, max_shard_size: str) -> None:
         kept = self.network._keep_in_fp32_modules or []  # diffusers does not load these in half precision either

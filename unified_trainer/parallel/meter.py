@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 
@@ -29,8 +30,8 @@ class Pass:
     gradient: bool  # whether its output has a graph
     samples: int
     tokens: int  # latent tokens of all samples
-    rows: Mapping[str, int]  # rows that a matrix is multiplied with, by the kind of its layer
-    attention: int  # FLOPs of the forward pass in products of two activations
+    share: Mapping[str, Fraction]  # of a plain pass's FLOPs, as `VideoModel.pass_share`
+    inputs: tuple[torch.Size, ...]  # shapes of the tensors that the network was given
     to_features: bool = False  # whether it ends at the features of the middle block
 
 
@@ -48,7 +49,8 @@ class Meter:
         `note` is called with every pass of a network.
         """
         self.tokens = 0.0  # latent tokens that went forward through the networks of all roles
-        self.flops = 0.0  # of the forward and backward passes of these networks, without recomputation
+        # Of the forward and backward passes of these networks, without recomputation. Both are NaN if one is unknown.
+        self.flops = 0.0
         self._timeline, self._show, self.note = Timeline(device), show, note
         self._open: list[_Phase] = []
         self._names: list[str] = []  # of the phase that begins at each point of the timeline
@@ -145,8 +147,9 @@ def step_cost(meter: Meter, mesh: Mesh, samples: int) -> dict[str, float]:
     tokens, flops, peaks, memory = mesh.all_gather_cpu(own).unbind(1)
     cost = {"seconds": total, **{f"seconds/{name}": spent for name, spent in seconds.items()}}
     cost["samples_per_second"] = samples / total
-    cost["tokens_per_second"] = float(tokens.sum()) / total
-    cost["model_flops_per_second"] = float(flops.sum()) / total
-    if bool((peaks > 0).all()):
+    if bool(flops.isfinite().all()):
+        cost["tokens_per_second"] = float(tokens.sum()) / total
+        cost["model_flops_per_second"] = float(flops.sum()) / total
+    if bool(flops.isfinite().all() and (peaks > 0).all()):
         cost["mfu"] = cost["model_flops_per_second"] / float(peaks.sum())
     return cost | {"peak_memory_gib_max": float(memory.max())}

@@ -3,15 +3,16 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from unified_trainer.basics.errors import NotFiniteError
+from unified_trainer.basics.errors import NotFiniteError, UserError
 from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import Condition, Latents, PerSample
 from unified_trainer.models.adapter_file import AdapterFile
@@ -35,6 +36,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.meter import Meter, Pass
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.blocks import Compile, compiles, prepare_blocks
+from unified_trainer.roles.pass_costs import PassCost, PassCosts
 from unified_trainer.roles.recompute import ActivationMemory, Recompute
 from unified_trainer.roles.rounded_weights import keep_rounded
 
@@ -80,6 +82,7 @@ class Backbone:
         self.model, self.mesh, self.half, self.merged = model, mesh, half, merged
         self.half_passes = half or half_passes
         self.adapters = dict(adapters or {})
+        self._costs: PassCosts | None = PassCosts(model)  # None: they cannot be counted
         model.network.eval().requires_grad_(trained and not self.adapters)
         self._layers = self._inject() if self.adapters else []  # those with adapters, of peft
         if half:
@@ -103,7 +106,6 @@ class Backbone:
             self._start(role, file)
         rounded = self.half_passes and mesh.weights is None
         self._rounded = keep_rounded(model.network, model.blocks) if rounded else []
-        self._matrices, self._depth = _matrices(model), len(model.blocks)
         model.network.register_forward_hook(self._count, with_kwargs=True)
 
     def _inject(self) -> list[Any]:
@@ -215,31 +217,34 @@ class Backbone:
     ) -> None:
         """Count tokens and FLOPs of a pass, and the FLOPs of its backward pass when a gradient reaches its end.
 
-        A product with a matrix of p weights takes 2 p FLOPs a row, and as many for the gradient of its input and for
-        that of the matrix where it is trained; attention takes twice its own in the backward pass. What activation
-        checkpointing recomputes is not counted. A sequence rank counts its share.
+        A sequence rank counts its share.
         """
         meter = Meter.current()
         if meter is None:
             return
-        tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
-        size, ranks, features = self.model.pass_size(*inputs, **tensors), self.mesh.config.sequence, self._features
-        shorter = len(self.model.blocks) < self._depth
+        features, ranks = self._features, self.mesh.config.sequence
         first = output[0] if isinstance(output, tuple) else output
-        end = first if features is None else features[-1]
-        forward, backward = size.attention, 2 * size.attention
-        for matrix in self._matrices:
-            if matrix.adapter in ("", self._running) and not (shorter and matrix.behind):
-                products = 2 * matrix.weights * size.rows[matrix.kind]
-                forward += products
-                if features is None or matrix.kind != "output":
-                    backward += (1 + matrix.trained) * products
-        meter.add(size.tokens / ranks, forward / ranks)
+        end = tree_leaves(first)[-1] if features is None else features[-1]  # some return a list of samples
+        cost = self._cost(inputs, named, to_features=features is not None)
+        if cost is None:
+            meter.add(math.nan, math.nan)
+            return
+        meter.add(cost.tokens / ranks, cost.forward / ranks)
         if meter.note is not None:
-            sizes = (len(first), size.tokens, dict(size.rows), size.attention)
+            shapes = tuple(x.shape for x in (*inputs, *named.values()) if isinstance(x, Tensor))
+            sizes = (len(first), cost.tokens, dict(self.model.pass_share), shapes)
             meter.note(Pass(self._role, end.requires_grad, *sizes, to_features=features is not None))
         if end.requires_grad:
-            end.register_hook(lambda _gradient: meter.add(0, backward / ranks))
+            end.register_hook(lambda _gradient: meter.add(0, cost.backward / ranks))
+
+    def _cost(self, inputs: tuple[Any, ...], named: Mapping[str, Any], *, to_features: bool) -> PassCost | None:
+        if self._costs is not None:
+            try:
+                return self._costs.of(inputs, named, self._running, to_features=to_features)
+            except UserError as error:
+                say(f"warning: {self._role}: no MFU is measured: {error}", quiet=not self.mesh.is_main)
+                self._costs = None
+        return None
 
     def _uncompiled(self, reason: str) -> None:
         self.compiled = False
@@ -261,29 +266,6 @@ class Backbone:
         for layer in self._layers:
             layer._active_adapter = adapter
         self._running = adapter
-
-
-@dataclass(frozen=True)
-class _Matrices:
-    """All matrices and convolution kernels of one kind that run together."""
-
-    kind: str  # a key of PassSize.rows
-    adapter: str  # the adapter that they belong to, or "" for the model's own
-    trained: bool
-    behind: bool  # whether a pass that ends at the features does not run them
-    weights: int
-
-
-def _matrices(model: VideoModel) -> list[_Matrices]:
-    sizes: dict[tuple[str, str, bool, bool], int] = {}
-    behind = {layer for block in model.blocks[len(model.blocks) // 2 + 1 :] for layer in block.modules()}
-    for name, layer in model.network.named_modules():
-        if isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-            base, is_lora, adapter = name.partition(".lora_")
-            role = adapter.partition(".")[2] if is_lora else ""
-            key = (model.layer_kind(base), role, layer.weight.requires_grad, layer in behind)
-            sizes[key] = sizes.get(key, 0) + layer.weight.numel()
-    return [_Matrices(*key, weights) for key, weights in sizes.items()]
 
 
 def hold_in_bf16(network: nn.Module) -> None:

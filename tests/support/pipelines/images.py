@@ -1,13 +1,25 @@
 """Small folders of pipelines that make images. Latents of 8 x 12, so that a swap of height and width shows."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import diffusers as d
 import numpy as np
 from diffusers import FlowMatchEulerDiscreteScheduler as Euler
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
+from diffusers.pipelines.nucleusmoe_image.pipeline_nucleusmoe_image import DEFAULT_SYSTEM_PROMPT
 from PIL import Image
-from transformers import GlmConfig, GlmModel, T5GemmaConfig, T5GemmaModuleConfig
+from transformers import (
+    GlmConfig,
+    GlmImageConfig,
+    GlmImageForConditionalGeneration,
+    GlmImageImageProcessorPil,
+    GlmImageProcessor,
+    GlmModel,
+    T5GemmaConfig,
+    T5GemmaModuleConfig,
+)
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from pipelines import Small, small
@@ -85,21 +97,19 @@ def flux2_parts(guidance: bool, width: int) -> dict[str, Any]:
 
 
 def flux2() -> d.Flux2Pipeline:
-    """FLUX.2 dev: features of two layers of Mistral 3. The tokenizer alone stands for the processor of pictures."""
+    """FLUX.2 dev: features of layers 10, 20 and 30 of Mistral 3. The tokenizer alone stands for the processor."""
     words = t.qwen_tokenizer(SYSTEM_MESSAGE)
-    encoder = t.mistral3(words)
-    return d.Flux2Pipeline(text_encoder=encoder, tokenizer=words, **flux2_parts(True, 2 * t.WIDTH))
+    encoder = t.mistral3(words, 8, num_hidden_layers=30)
+    return d.Flux2Pipeline(text_encoder=encoder, tokenizer=words, **flux2_parts(True, 3 * 8))
 
 
 def flux2_klein() -> d.Flux2KleinPipeline:
-    """FLUX.2 Klein: features of two layers of Qwen3."""
-    words = t.qwen_tokenizer()
-    encoder = t.qwen3(words, head=True)
-    return d.Flux2KleinPipeline(text_encoder=encoder, tokenizer=words, **flux2_parts(False, 2 * t.WIDTH))
+    """FLUX.2 Klein."""
+    return d.Flux2KleinPipeline(**klein_parts())
 
 
-def z_image() -> d.ZImagePipeline:
-    """Z-Image: lists of samples and of prompts' features, time that runs forward."""
+def z_image_parts() -> dict[str, Any]:
+    """Return the components of Z-Image."""
     words = t.qwen_tokenizer()
     network = d.ZImageTransformer2DModel(
         in_channels=16,
@@ -112,9 +122,13 @@ def z_image() -> d.ZImagePipeline:
         axes_dims=[8, 4, 4],
         axes_lens=[256, 32, 32],
     )
-    return d.ZImagePipeline(
-        scheduler=Euler(shift=3.0), vae=vae(), text_encoder=t.qwen3(words), tokenizer=words, transformer=network
-    )
+    text = {"text_encoder": t.qwen3(words), "tokenizer": words}
+    return {"scheduler": Euler(shift=3.0), "vae": vae(), "transformer": network, **text}
+
+
+def z_image() -> d.ZImagePipeline:
+    """Z-Image: lists of samples and of prompts' features, time that runs forward."""
+    return d.ZImagePipeline(**z_image_parts())
 
 
 def chroma_parts() -> dict[str, Any]:
@@ -140,36 +154,36 @@ def chroma() -> d.ChromaPipeline:
     return d.ChromaPipeline(**chroma_parts())
 
 
-def qwen_vae(levels: int = 4, channels: int = 16) -> d.AutoencoderKLQwenImage:
+def qwen_vae(levels: int = 4, **sizes: Any) -> d.AutoencoderKLQwenImage:
     """Qwen-Image's autoencoder of frames, with a mean and a deviation for each channel."""
     return d.AutoencoderKLQwenImage(
         base_dim=8,
-        z_dim=channels,
-        dim_mult=[1, 2, 2, 2][:levels],
+        z_dim=16,
+        dim_mult=[1, 2, 2, 2, 2][:levels],
         num_res_blocks=1,
-        temperal_downsample=[False, True, True][: levels - 1],
-        latents_mean=[0.1 * n - 0.5 for n in range(channels)],
-        latents_std=[0.5 + 0.05 * n for n in range(channels)],
+        temperal_downsample=[False, True, True, False][: levels - 1],
+        latents_mean=[0.1 * n - 0.5 for n in range(16)],
+        latents_std=[0.5 + 0.05 * n for n in range(16)],
+        **sizes,
     )
+
+
+def qwen_network(**sizes: Any) -> d.QwenImageTransformer2DModel:
+    """Qwen-Image's network."""
+    heads = {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2, "axes_dims_rope": (4, 6, 6)}
+    return d.QwenImageTransformer2DModel(joint_attention_dim=t.WIDTH, **heads, **sizes)
 
 
 def qwen_image_parts(pipeline: type[d.DiffusionPipeline]) -> dict[str, Any]:
     """Return the components of the pipelines of Qwen-Image."""
     words = t.qwen_tokenizer(pipeline)
-    network = d.QwenImageTransformer2DModel(
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=t.WIDTH,
-        axes_dims_rope=(4, 6, 6),
-    )
     shifts = SHIFT_BY_SIZE | {"max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02}
     return {
         "scheduler": Euler(**shifts),
         "vae": qwen_vae(),
         "text_encoder": t.qwen25_vl(words),
         "tokenizer": words,
-        "transformer": network,
+        "transformer": qwen_network(),
     }
 
 
@@ -178,8 +192,8 @@ def qwen_image() -> d.QwenImagePipeline:
     return d.QwenImagePipeline(**qwen_image_parts(d.QwenImagePipeline))
 
 
-def stable_diffusion_3() -> d.StableDiffusion3Pipeline:
-    """Stable Diffusion 3.5, whose first block has an attention of the image alone."""
+def stable_diffusion_3_parts() -> dict[str, Any]:
+    """Return the components of Stable Diffusion 3.5, whose first block has an attention of the image alone."""
     network = d.SD3Transformer2DModel(
         sample_size=16,
         num_layers=2,
@@ -198,14 +212,14 @@ def stable_diffusion_3() -> d.StableDiffusion3Pipeline:
         "text_encoder_2": t.clip_encoder(True, 16, hidden_act="gelu"),
         "tokenizer_2": t.clip_tokenizer(),
     }
-    return d.StableDiffusion3Pipeline(
-        transformer=network,
-        scheduler=Euler(shift=3.0),
-        vae=vae(scaling_factor=1.5305, shift_factor=0.0609),
-        text_encoder_3=t.t5_encoder(),
-        tokenizer_3=t.t5_tokenizer(),
-        **clips,
-    )
+    clips |= {"text_encoder_3": t.t5_encoder(), "tokenizer_3": t.t5_tokenizer()}
+    autoencoder = vae(scaling_factor=1.5305, shift_factor=0.0609)
+    return {"transformer": network, "scheduler": Euler(shift=3.0), "vae": autoencoder, **clips}
+
+
+def stable_diffusion_3() -> d.StableDiffusion3Pipeline:
+    """Stable Diffusion 3.5."""
+    return d.StableDiffusion3Pipeline(**stable_diffusion_3_parts())
 
 
 def deep_vae() -> d.AutoencoderDC:
@@ -349,10 +363,10 @@ def hidream() -> d.HiDreamImagePipeline:
     )
     words = t.byte_tokenizer()
     encoders = {
-        "text_encoder": t.clip_encoder(True, 8),
-        "tokenizer": t.clip_tokenizer(),
-        "text_encoder_2": t.clip_encoder(True, 16, hidden_act="gelu"),
-        "tokenizer_2": t.clip_tokenizer(),
+        "text_encoder": t.clip_encoder(True, 8, longest=248),
+        "tokenizer": t.clip_tokenizer(248),
+        "text_encoder_2": t.clip_encoder(True, 16, hidden_act="gelu", longest=248),
+        "tokenizer_2": t.clip_tokenizer(248),
         "text_encoder_3": t.t5_encoder(),
         "tokenizer_3": t.t5_tokenizer(),
         "text_encoder_4": t.named("LlamaForCausalLM", words),
@@ -393,11 +407,20 @@ def bria() -> d.BriaPipeline:
     return d.BriaPipeline(transformer=network, scheduler=Euler(**SHIFT_BY_SIZE), vae=autoencoder, **text)
 
 
-def wan_vae(**sizes: Any) -> d.AutoencoderKLWan:
-    """Wan's autoencoder of frames."""
+def wan_vae() -> d.AutoencoderKLWan:
+    """The autoencoder of frames of Wan 2.2's small model: 16 pixels a latent."""
     return d.AutoencoderKLWan(
-        **{"base_dim": 8, "z_dim": 16, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1} | sizes,
+        base_dim=8,
+        decoder_base_dim=8,
+        z_dim=16,
+        dim_mult=[1, 2, 2, 2],
+        num_res_blocks=1,
         temperal_downsample=[False, True, True],
+        is_residual=True,
+        in_channels=12,
+        out_channels=12,
+        patch_size=2,
+        scale_factor_spatial=16,
     )
 
 
@@ -415,11 +438,10 @@ def bria_fibo() -> d.BriaFiboPipeline:
         text_encoder_dim=16,
         axes_dims_rope=[0, 8, 8],
     )
-    residual = {"is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2, "decoder_base_dim": 8}
     return d.BriaFiboPipeline(
         transformer=network,
         scheduler=Euler(**SHIFT_BY_SIZE),
-        vae=wan_vae(scale_factor_spatial=16, **residual),
+        vae=wan_vae(),
         text_encoder=encoder,
         tokenizer=words,
     )
@@ -570,7 +592,7 @@ def flux_fill() -> d.FluxFillPipeline:
 
 def flux_control() -> d.FluxControlPipeline:
     """FLUX.1 Canny and Depth: 64 channels of the sample and 64 of the control picture."""
-    return d.FluxControlPipeline(**flux_parts(in_channels=128, out_channels=64))
+    return d.FluxControlPipeline(**flux_control_parts())
 
 
 def cogview4_control() -> d.CogView4ControlPipeline:
@@ -580,13 +602,13 @@ def cogview4_control() -> d.CogView4ControlPipeline:
 
 def qwen_image_edit() -> d.QwenImageEditPipeline:
     """Qwen-Image-Edit: the picture is seen by the language model, and its tokens follow those of the sample."""
-    parts = qwen_image_parts(d.QwenImageEditPipeline)
+    parts = qwen_image_parts(d.QwenImageEditPipeline) | {"vae": qwen_vae(5)}  # for fewer tokens
     return d.QwenImageEditPipeline(processor=t.picture_processor(parts["tokenizer"]), **parts)
 
 
 def qwen_image_edit_plus() -> d.QwenImageEditPlusPipeline:
     """Qwen-Image-Edit-2509, with several pictures."""
-    parts = qwen_image_parts(d.QwenImageEditPlusPipeline)
+    parts = qwen_image_parts(d.QwenImageEditPlusPipeline) | {"vae": qwen_vae(5)}  # for fewer tokens
     return d.QwenImageEditPlusPipeline(processor=t.picture_processor(parts["tokenizer"]), **parts)
 
 
@@ -625,7 +647,7 @@ def ernie_image() -> d.ErnieImagePipeline:
 
 def nucleus() -> d.NucleusMoEImagePipeline:
     """Nucleus-Image: experts, and features of the eighth layer of Qwen3-VL from the end."""
-    words = t.qwen_tokenizer(d.NucleusMoEImagePipeline)
+    words = t.qwen_tokenizer(DEFAULT_SYSTEM_PROMPT)
     network = d.NucleusMoEImageTransformer2DModel(
         in_channels=64,
         out_channels=16,
@@ -648,10 +670,244 @@ def nucleus() -> d.NucleusMoEImagePipeline:
     )
 
 
+def visual_cloze() -> d.VisualClozeGenerationPipeline:
+    """VisualCloze: FLUX.1 Fill on a grid of pictures."""
+    parts = flux_parts(in_channels=384, out_channels=64)
+    parts["tokenizer_2"] = t.t5_tokenizer("A grid layout with rows and columns displaying images", longest=96)
+    return d.VisualClozeGenerationPipeline(resolution=64, **parts)
+
+
+def qwen_image_layered() -> d.QwenImageLayeredPipeline:
+    """Qwen-Image-Layered: several images with transparency of one picture."""
+    parts = qwen_image_parts(d.QwenImageLayeredPipeline)
+    parts["transformer"] = qwen_network(use_additional_t_cond=True, use_layer3d_rope=True)
+    parts["vae"] = qwen_vae(input_channels=4)
+    return d.QwenImageLayeredPipeline(processor=t.picture_processor(parts["tokenizer"]), **parts)
+
+
+def joy_image_edit() -> d.JoyImageEditPipeline:
+    """JoyImage-Edit: pictures as frames before the sample, and images of about 1024 x 1024 pixels whatever is asked."""
+    words = t.qwen_tokenizer(d.JoyImageEditPipeline)
+    network = d.JoyImageEditTransformer3DModel(
+        hidden_size=32, num_attention_heads=2, text_dim=t.WIDTH, num_layers=2, rope_dim_list=[4, 6, 6]
+    )
+    return d.JoyImageEditPipeline(
+        scheduler=Euler(shift=4.0),
+        vae=wan_vae(),
+        text_encoder=t.qwen3_vl(words, head=True),
+        tokenizer=words,
+        transformer=network,
+        processor=t.picture_processor(words, 16),
+    )
+
+
+def dreamlite_parts(pipeline: type[d.DiffusionPipeline]) -> dict[str, Any]:
+    """Return the components of DreamLite: a U-Net, and an autoencoder without a distribution."""
+    words = t.qwen_tokenizer(pipeline)
+    network = d.DreamLiteUNetModel(
+        sample_size=8,
+        down_block_types=("DreamLiteCrossAttnNoSelfAttnDownBlock2D", "DreamLiteCrossAttnDownBlock2D"),
+        up_block_types=("DreamLiteCrossAttnUpBlock2D", "DreamLiteUpBlock2D"),
+        block_out_channels=(16, 32),
+        cross_attention_dim=t.WIDTH,
+        attention_head_dim=8,
+        layers_per_block=1,
+        norm_num_groups=8,
+    )
+    blocks = {"num_encoder_blocks": (1, 1, 1, 1), "num_decoder_blocks": (1, 1, 1, 1)}
+    blocks |= {"encoder_block_out_channels": (8, 8, 8, 8), "decoder_block_out_channels": (8, 8, 8, 8)}
+    return {
+        "text_encoder": t.qwen3_vl(words, head=True),
+        "tokenizer": words,
+        "processor": t.picture_processor(words, 16),
+        "vae": d.AutoencoderTiny(**blocks),
+        "unet": network,
+        "scheduler": Euler(shift=3.0),
+    }
+
+
+def dreamlite() -> d.DreamLitePipeline:
+    """DreamLite."""
+    return d.DreamLitePipeline(**dreamlite_parts(d.DreamLitePipeline))
+
+
+def dreamlite_mobile() -> d.DreamLiteMobilePipeline:
+    """DreamLite of few steps, without guidance."""
+    return d.DreamLiteMobilePipeline(**dreamlite_parts(d.DreamLiteMobilePipeline))
+
+
+def qwen_image_21() -> d.QwenImage21Pipeline:
+    """Qwen-Image 2.1: one sequence of text and image, four channels of pixels, 16 pixels a latent."""
+    words = t.qwen_tokenizer(d.QwenImage21Pipeline)
+    autoencoder = d.AutoencoderKLQwenImage21(
+        base_dim=8,
+        decoder_base_dim=8,
+        z_dim=8,
+        dim_mult=[1, 2, 2, 2, 2],
+        num_res_blocks=1,
+        latents_mean=[0.1 * n for n in range(8)],
+        latents_std=[0.5 + 0.1 * n for n in range(8)],
+    )
+    network = d.QwenImage21Transformer2DModel(
+        in_channels=8,
+        out_channels=8,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        context_in_dim=t.WIDTH,
+        axes_dims_rope=(4, 6, 6),
+    )
+    return d.QwenImage21Pipeline(
+        scheduler=Euler(shift=3.0),
+        vae=autoencoder,
+        text_encoder=t.qwen3_vl(words, head=True),
+        processor=t.picture_processor(words, 16),
+        transformer=network,
+    )
+
+
+def bria_fibo_2() -> d.BriaFibo2Pipeline:
+    """Bria Fibo 2: six bundles of three layers each of a Qwen3-VL of 36 layers."""
+    words = t.qwen_tokenizer(d.BriaFibo2Pipeline)
+    network = d.BriaFibo2Transformer2DModel(
+        in_channels=32,
+        dim=32,
+        n_layers=6,
+        n_refiner_layers=1,
+        n_heads=2,
+        cap_feat_dim=3 * 16,
+        injection_layer_ids=(1, 2, 3, 4, 5),
+        perceiver_num_layers=1,
+        min_num_gist_tokens=4,
+        max_num_gist_tokens=8,
+        gist_step=4,
+        gist_min_text_len=4,
+        gist_max_text_len=32,
+        axes_dims=(4, 6, 6),
+        axes_lens=(512, 32, 32),
+    )
+    return d.BriaFibo2Pipeline(
+        transformer=network,
+        scheduler=Euler(shift=3.0),
+        vae=d.AutoencoderKLFlux2(**vae_sizes(32, 4)),
+        text_encoder=t.qwen3_vl(words, 16, head=True, layers=36),
+        processor=t.picture_processor(words, 16),
+    )
+
+
+def ideogram_4() -> d.Ideogram4Pipeline:
+    """Ideogram 4: two networks, with the prompt and without, and thirteen layers of a Qwen3-VL of 36."""
+    words = t.qwen_tokenizer(d.Ideogram4Pipeline)
+    sizes = {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes |= {"adaln_dim": 16, "llm_features_dim": 13 * 16, "mrope_section": (4, 2, 2)}
+    networks = [d.Ideogram4Transformer2DModel(in_channels=128, **sizes) for _ in range(2)]
+    return d.Ideogram4Pipeline(
+        scheduler=Euler(shift=3.0),
+        vae=d.AutoencoderKLFlux2(**vae_sizes(32, 4)),
+        text_encoder=t.qwen3_vl(words, 16, layers=36),
+        tokenizer=words,
+        transformer=networks[0],
+        unconditional_transformer=networks[1],
+    )
+
+
+def prx_pixel() -> d.PRXPixelPipeline:
+    """PRX on pixels: no autoencoder, and noise of twice the deviation."""
+    words = t.qwen_tokenizer(longest=24)
+    sizes = {"hidden_size": 32, "mlp_ratio": 2.0, "num_heads": 2, "depth": 2, "axes_dim": [8, 8], "patch_size": 8}
+    network = d.PRXTransformer2DModel(
+        in_channels=3, context_in_dim=t.WIDTH, bottleneck_size=16, resolution_embeds=True, **sizes
+    )
+    text = {"text_encoder": t.qwen3(words), "tokenizer": words, "prompt_max_tokens": 24}
+    return d.PRXPixelPipeline(transformer=network, scheduler=Euler(shift=3.0), **text)
+
+
+def again(pipeline: type[d.DiffusionPipeline], parts: Callable[[], dict[str, Any]], **call: Any) -> tuple[str, Small]:
+    """Return the line of a pipeline that is another call of the components of a pipeline above."""
+    return pipeline.__name__, small(lambda: pipeline(**parts()), **call)
+
+
+def flux_control_parts() -> dict[str, Any]:
+    """Return the components of FLUX.1 Canny and Depth."""
+    return flux_parts(in_channels=128, out_channels=64)
+
+
+def klein_parts() -> dict[str, Any]:
+    """Return the components of FLUX.2 Klein: features of layers 9, 18 and 27 of Qwen3."""
+    words = t.qwen_tokenizer()
+    encoder = t.qwen3(words, 8, head=True, num_hidden_layers=27)
+    return {"text_encoder": encoder, "tokenizer": words, **flux2_parts(False, 3 * 8)}
+
+
+def hunyuan_image_refiner() -> d.HunyuanImageRefinerPipeline:
+    """The refiner of HunyuanImage 2.1: latents of a picture in channels beside the sample's, in frames."""
+    words = t.qwen_tokenizer(d.HunyuanImageRefinerPipeline)
+    network = d.HunyuanImageTransformer2DModel(
+        in_channels=32,
+        out_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        patch_size=(1, 1, 1),
+        text_embed_dim=t.WIDTH,
+        rope_axes_dim=(4, 6, 6),
+        guidance_embeds=True,
+    )
+    autoencoder = d.AutoencoderKLHunyuanImageRefiner(
+        latent_channels=8, block_out_channels=(32, 32, 32, 32), layers_per_block=1, spatial_compression_ratio=8
+    )
+    text = {"text_encoder": t.qwen25_vl(words), "tokenizer": words}
+    return d.HunyuanImageRefinerPipeline(scheduler=Euler(shift=4.0), vae=autoencoder, transformer=network, **text)
+
+
+def glm_image() -> d.GlmImagePipeline:
+    """GLM-Image: a language model draws tokens of the picture first, then ByT5 reads quoted words."""
+    marks = {"image_token": "<|image|>", "grid_bos_token": "<|grid|>", "grid_eos_token": "<|/grid|>"}
+    words = t.byte_tokenizer(extra_special_tokens=marks)
+    sizes = t.decoder_sizes(words, t.WIDTH, vision_vocab_size=64, eos_token_id=99)  # no token of a picture ends one
+    sizes |= {"rope_parameters": {"mrope_section": (2, 1, 1), "rope_type": "default", "rope_theta": 1e4}}
+    tower = {"depth": 1, "hidden_size": 32, "num_heads": 2, "image_size": 32, "patch_size": 8, "intermediate_size": 32}
+    codes = {"embed_dim": 32, "num_embeddings": 64, "latent_channels": 32}
+    numbers = {"image_start_token_id": 62, "image_end_token_id": 63}
+    config = GlmImageConfig(
+        text_config=sizes,
+        vision_config=tower,
+        vq_config=codes,
+        image_token_id=words.convert_tokens_to_ids("<|image|>"),
+        **numbers,
+    )
+    network = d.GlmImageTransformer2DModel(
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        text_embed_dim=t.WIDTH,
+        time_embed_dim=32,
+        condition_dim=8,
+        prior_vq_quantizer_codebook_size=64,
+    )
+    statistics = {"latents_mean": [0.1 * n for n in range(16)], "latents_std": [0.5 + 0.1 * n for n in range(16)]}
+    return d.GlmImagePipeline(
+        tokenizer=t.byt5_tokenizer(),
+        processor=GlmImageProcessor(GlmImageImageProcessorPil(patch_size=8), words, chat_template=t.CHAT),
+        text_encoder=t.t5_encoder(),
+        vision_language_encoder=GlmImageForConditionalGeneration(config),
+        vae=vae(**statistics),
+        transformer=network,
+        scheduler=Euler(**SHIFT_BY_SIZE),
+    )
+
+
+FROM = CALL | {"image": PICTURE, "max_sequence_length": 24}
+INSIDE = FROM | {"mask_image": HALF}
+KONTEXT = {"max_area": 64 * 96, "_auto_resize": False}
+QWEN = partial(qwen_image_parts, d.QwenImagePipeline)
+
 IMAGES: dict[str, Small] = {
     "FluxPipeline": small(flux, **CALL, max_sequence_length=16),
-    "Flux2Pipeline": small(flux2, **CALL, max_sequence_length=96, text_encoder_out_layers=(1, 2)),
-    "Flux2KleinPipeline": small(flux2_klein, **CALL, max_sequence_length=24, text_encoder_out_layers=(1, 2)),
+    "Flux2Pipeline": small(flux2, **CALL, max_sequence_length=96),
+    "Flux2KleinPipeline": small(flux2_klein, **CALL, max_sequence_length=24),
     "ZImagePipeline": small(z_image, **CALL, max_sequence_length=24),
     "ChromaPipeline": small(chroma, **CALL, max_sequence_length=16),
     "QwenImagePipeline": small(qwen_image, **CALL, max_sequence_length=24),
@@ -681,5 +937,43 @@ IMAGES: dict[str, Small] = {
     "Kandinsky5I2IPipeline": small(kandinsky5_edit, **CALL, image=PICTURE, max_sequence_length=64),
     "LongCatImageEditPipeline": small(longcat_image_edit, prompt=PROMPT, image=PICTURE),
     "ErnieImagePipeline": small(ernie_image, **CALL),
-    "NucleusMoEImagePipeline": small(nucleus, **CALL, max_sequence_length=48),
+    "NucleusMoEImagePipeline": small(nucleus, **CALL, max_sequence_length=96),
+    "VisualClozeGenerationPipeline": small(
+        visual_cloze,
+        task_prompt="the big dog and the small cat",
+        content_prompt=PROMPT,
+        image=[[PICTURE, PICTURE.rotate(180)], [PICTURE.rotate(90, expand=True).resize((96, 64)), None]],
+        max_sequence_length=96,
+    ),
+    "QwenImageLayeredPipeline": small(qwen_image_layered, prompt=PROMPT, image=PICTURE.convert("RGBA"), layers=2),
+    "JoyImageEditPipeline": small(joy_image_edit, **CALL, image=PICTURE),
+    "DreamLitePipeline": small(dreamlite, **CALL, max_sequence_length=24),
+    "DreamLiteMobilePipeline": small(dreamlite_mobile, **CALL, max_sequence_length=24),
+    "QwenImage21Pipeline": small(qwen_image_21, **CALL),
+    "BriaFibo2Pipeline": small(bria_fibo_2, **CALL),
+    "Ideogram4Pipeline": small(ideogram_4, **CALL, max_sequence_length=32, guidance_scale=3.0, guidance_schedule=None),
+    "PRXPixelPipeline": small(prx_pixel, **CALL, use_resolution_binning=False),
+    "HunyuanImageRefinerPipeline": small(hunyuan_image_refiner, **CALL, image=PICTURE),
+    "GlmImagePipeline": small(glm_image, **CALL | {"prompt": PROMPT + ' "up"'}),
 }
+IMAGES |= dict(
+    (
+        again(d.FluxImg2ImgPipeline, flux_parts, **FROM),
+        again(d.FluxInpaintPipeline, flux_parts, **INSIDE),
+        again(d.FluxKontextInpaintPipeline, flux_parts, **INSIDE, **KONTEXT),
+        again(d.FluxControlImg2ImgPipeline, flux_control_parts, **FROM, control_image=PICTURE),
+        again(d.FluxControlInpaintPipeline, flux_control_parts, **INSIDE, control_image=PICTURE),
+        again(d.ChromaImg2ImgPipeline, chroma_parts, **FROM),
+        again(d.Flux2KleinKVPipeline, klein_parts, **FROM),
+        again(d.Flux2KleinInpaintPipeline, klein_parts, **INSIDE),
+        again(d.StableDiffusion3Img2ImgPipeline, stable_diffusion_3_parts, **FROM),
+        again(d.StableDiffusion3InpaintPipeline, stable_diffusion_3_parts, **INSIDE),
+        again(d.StableDiffusion3PAGPipeline, stable_diffusion_3_parts, **CALL),
+        again(d.StableDiffusion3PAGImg2ImgPipeline, stable_diffusion_3_parts, **FROM),
+        again(d.ZImageImg2ImgPipeline, z_image_parts, **FROM),
+        again(d.ZImageInpaintPipeline, z_image_parts, **INSIDE),
+        again(d.QwenImageImg2ImgPipeline, QWEN, **FROM),
+        again(d.QwenImageInpaintPipeline, QWEN, **INSIDE),
+        again(d.SanaPAGPipeline, partial(sana_parts, d.SanaPipeline), **CALL, use_resolution_binning=False),
+    )
+)

@@ -92,7 +92,7 @@ def qwen_tokenizer(*places: Any, longest: int = 512) -> Qwen2Tokenizer:
     return made
 
 
-def byte_tokenizer(*places: Any, longest: int = 512) -> PreTrainedTokenizerFast:
+def byte_tokenizer(*places: Any, longest: int = 512, **marks: Any) -> PreTrainedTokenizerFast:
     """The same tokens after a mark of the start, in a tokenizer without a class of its own, as Llama 3's and GLM's."""
     made = qwen_tokenizer(*places)._tokenizer
     start = "<|im_start|>"
@@ -104,6 +104,7 @@ def byte_tokenizer(*places: Any, longest: int = 512) -> PreTrainedTokenizerFast:
         bos_token=start,
         model_max_length=longest,
         chat_template=CHAT,
+        **marks,
     )
 
 
@@ -116,11 +117,13 @@ def clip_tokenizer(longest: int = 16) -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=longest)
 
 
-def t5_tokenizer(longest: int = 64) -> T5Tokenizer:
+def t5_tokenizer(*places: Any, longest: int = 64) -> T5Tokenizer:
     """A tokenizer of T5's class: single letters cost more than words."""
     letters = "▁abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;!?-'\"()"
     vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
-    vocabulary += [("▁" + word, -2.0) for word in said() if len(word) > 1] + [(letter, -6.0) for letter in letters]
+    vocabulary += [("▁" + word, -2.0) for word in said(*places) if len(word) > 1] + [
+        (letter, -6.0) for letter in letters
+    ]
     return T5Tokenizer(vocab=vocabulary, extra_ids=0, model_max_length=longest)
 
 
@@ -245,9 +248,9 @@ def picture_processor(tokenizer: Qwen2Tokenizer, patch: int = 14) -> PaddleOCRVL
     return PaddleOCRVLProcessor(pictures, tokenizer, chat_template=CHAT)
 
 
-def mistral3(tokenizer: Any, width: int = WIDTH) -> Mistral3ForConditionalGeneration:
+def mistral3(tokenizer: Any, width: int = WIDTH, **sizes: Any) -> Mistral3ForConditionalGeneration:
     """A language model of Mistral 3 with its tower for pictures."""
     tower = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     tower |= {"model_type": "pixtral", "image_size": 28, "patch_size": 14}
-    text = {"model_type": "mistral", "sliding_window": None, **decoder_sizes(tokenizer, width)}
+    text = {"model_type": "mistral", "sliding_window": None, **decoder_sizes(tokenizer, width, **sizes)}
     return Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=tower))

@@ -10,7 +10,7 @@ from unified_trainer.tools.plan.memory import _largest, _largest_losses
 
 
 def made(samples: int, frames: int, *, gradient: bool = False, role: str = "student") -> Pass:
-    return Pass(role, gradient, samples, samples * frames, {}, 0)
+    return Pass(role, gradient, samples, samples * frames, {}, ())
 
 
 def test_a_pass_with_fewer_samples_or_tokens_of_the_same_network_is_left_out():

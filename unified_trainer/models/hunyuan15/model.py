@@ -1,6 +1,5 @@
 """HunyuanVideo 1.5's transformer as a `VideoModel` (arXiv:2511.18870)."""
 
-import math
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from unified_trainer.basics.types import Condition, Latents, PerSample
-from unified_trainer.models.base import PassSize, Shape
+from unified_trainer.models.base import Shape
 from unified_trainer.models.hunyuan15.codec import GLYPHS
 from unified_trainer.models.joint_model import JointAttention, JointModel, Rotate
 
@@ -52,39 +51,6 @@ class Hunyuan15Model(JointModel):
         """Return the channels of an image, beside those of `x_t`, and its tokens where the network has some."""
         b, c, *shape = x_t.shape
         return (x_t.new_zeros(b, self.network.config.in_channels - c, *shape),)
-
-    def layer_kind(self, layer: str) -> str:
-        if layer == "proj_out":
-            return "output"
-        if (
-            layer.startswith(("time_embed.", "context_embedder.time_text_embed."))
-            or ".norm1" in layer
-            or "norm_out." in layer
-        ):
-            return "times"
-        start = layer.partition(".")[0]
-        if start in ("context_embedder", "context_embedder_2", "image_embedder"):
-            return start
-        return "text" if ".ff_context." in layer or "add_" in layer else "tokens"
-
-    def pass_size(
-        self,
-        x: Tensor,
-        _time: Tensor,
-        text: Tensor,
-        _text_mask: Tensor,
-        glyphs: Tensor,
-        _glyphs_mask: Tensor,
-        image: Tensor | None = None,
-    ) -> PassSize:
-        config, count = self.network.config, len(x)
-        tokens = math.prod(x.shape[2:]) // config.patch_size**2
-        words, quoted, seen = text.shape[1], glyphs.shape[1], 0 if image is None else image.shape[1]
-        rows = {"tokens": tokens, "output": tokens, "text": words + quoted + seen, "times": 1}
-        rows |= {"context_embedder": words, "context_embedder_2": quoted, "image_embedder": seen}
-        pairs = len(self.blocks) * (tokens + words + quoted + seen) ** 2 + config.num_refiner_layers * words**2
-        attention = 4 * self.feature_size * count * pairs
-        return PassSize(count * tokens, {kind: count * number for kind, number in rows.items()}, attention)
 
     def example(
         self, shape: Shape | None = None, samples: int = 1, text_tokens: int = 4

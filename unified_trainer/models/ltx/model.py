@@ -6,7 +6,6 @@ The condition's `image` holds the normalised latents [b, c, 1, h, w] of a condit
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers import LTXVideoTransformer3DModel
@@ -14,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from unified_trainer.basics.types import Condition, Latents, PerSample
-from unified_trainer.models.base import PassSize, Shape
+from unified_trainer.models.base import Shape
 from unified_trainer.models.diffusers_model import DiffusersModel
 from unified_trainer.models.image_tensors import to_first_frame
 from unified_trainer.models.ltx.configs import FPS, SPACE, TIME
@@ -78,22 +77,6 @@ class LtxModel(DiffusersModel):
             return_dict=False,
         )[0]
         return v.float().transpose(1, 2).reshape(x.shape)
-
-    def layer_kind(self, layer: str) -> str:
-        if layer == "proj_out":
-            return "output"
-        if layer.startswith(("time_embed.", "caption_projection.")):
-            return "times" if layer.startswith("time_embed.") else "text"
-        return "text keys" if ".attn2.to_k" in layer or ".attn2.to_v" in layer else "tokens"
-
-    def pass_size(
-        self, *_: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, timestep: Tensor, **_named: Tensor
-    ) -> PassSize:
-        (count, tokens, _), words = hidden_states.shape, encoder_hidden_states.shape[1]
-        rows = {"tokens": count * tokens, "output": count * tokens, "times": timestep.numel()}
-        rows |= dict.fromkeys(("text", "text keys"), count * words)
-        attention = 4 * self.feature_size * len(self.blocks) * count * tokens * (tokens + words)
-        return PassSize(count * tokens, rows, attention)
 
     def example(
         self, shape: Shape | None = None, samples: int = 1, text_tokens: int = 4

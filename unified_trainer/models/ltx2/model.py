@@ -5,7 +5,6 @@ The condition's `text` and `sound_text` are embeddings of a prompt for the two; 
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers import LTX2VideoTransformer3DModel
@@ -13,13 +12,12 @@ from diffusers.models.transformers.transformer_ltx2 import LTX2Attention
 from torch import Tensor, nn
 
 from unified_trainer.basics.types import Condition, Latents, PerSample
-from unified_trainer.models.base import PassSize, Shape
+from unified_trainer.models.base import Shape
 from unified_trainer.models.diffusers_model import DiffusersModel
 from unified_trainer.models.ltx.model import widen
 from unified_trainer.models.ltx2.configs import Ltx2TransformerConfig
 from unified_trainer.models.ltx2.layout import FPS, Parts, joined, parts, with_sound
 
-TIMES = ("time_embed.", "audio_time_embed.", "av_cross_attn_", "prompt_adaln.", "audio_prompt_adaln.")
 SMALLEST = 1e-6  # noise level by which the rest is divided at least
 
 
@@ -69,43 +67,6 @@ class Ltx2Model(DiffusersModel):
         v = of_video.float().transpose(1, 2).reshape(video.shape)
         known = rest.float() / sigma.clamp_min(SMALLEST)[:, None]
         return joined(Parts(v, of_sound.float(), known), x_t.shape[1:])
-
-    def layer_kind(self, layer: str) -> str:
-        if layer == "proj_out":
-            return "output"
-        if layer.startswith(TIMES):
-            return "times"
-        if "caption_projection." in layer:
-            return "text"
-        of_sound, *rest = "audio" in layer, ".to_k" in layer or ".to_v" in layer
-        if rest[0] and "attn2." in layer:
-            return "text keys"
-        if "audio_to_video_attn." in layer:
-            of_sound = rest[0]
-        elif "video_to_audio_attn." in layer:
-            of_sound = not rest[0]
-        return "sound" if of_sound else "tokens"
-
-    def pass_size(
-        self,
-        *_: Any,
-        hidden_states: Tensor,
-        audio_hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        timestep: Tensor,
-        **_named: Tensor,
-    ) -> PassSize:
-        (count, tokens, _), sounds, words = (
-            hidden_states.shape,
-            audio_hidden_states.shape[1],
-            encoder_hidden_states.shape[1],
-        )
-        rows = {"tokens": count * tokens, "output": count * tokens, "sound": count * sounds, "times": timestep.numel()}
-        rows |= dict.fromkeys(("text", "text keys"), count * words)
-        config = self.network.config
-        narrow = config.audio_num_attention_heads * config.audio_attention_head_dim
-        pairs = self.feature_size * tokens * (tokens + words) + narrow * sounds * (sounds + words + 2 * tokens)
-        return PassSize(count * tokens, rows, 4 * len(self.blocks) * count * pairs)
 
     def example(
         self, shape: Shape | None = None, samples: int = 1, text_tokens: int = 4

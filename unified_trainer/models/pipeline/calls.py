@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from PIL import Image as Picture
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.models.pipeline.facts import Size
+from unified_trainer.models.pipeline.facts import Size, flat
 
 STEPS = 4  # of a call: enough to tell a line from a curve
 OFF = {"guidance_scale": 1.0, "true_cfg_scale": 1.0, "guidance_rescale": 0.0, "stg_scale": 0.0}
+OFF |= {"enable_prompt_rewrite": False, "use_pe": False}  # a language model writes another prompt, by chance
 SIZES = {"num_frames": 0, "frames": 0, "height": 1, "width": 2}  # arguments of the call, and their place in a size
 PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt")
 
@@ -39,6 +41,16 @@ class Seen:
     sigmas: Tensor = field(default_factory=lambda: torch.empty(0))
     given_levels: bool = False
     decoded: tuple[Tensor, tuple[Any, ...], dict[str, Any]] | None = None  # the arguments of the VAE's decode
+
+
+def stacked(value: Any) -> Tensor:
+    """Return a list of tensors as one."""
+    return torch.stack(list(value)) if isinstance(value, (list, tuple)) else value
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape are equal, up to rounding."""
+    return bool(torch.allclose(a.double(), b.double(), atol=1e-4, rtol=1e-4))
 
 
 @dataclass
@@ -69,6 +81,7 @@ class Pipeline:
         self.folder, self.pipe, self.networks, self.answers = folder, pipe, networks, answers
         self.names = inspect.signature(type(pipe).__call__).parameters
         self.no_guidance = {name: value for name, value in OFF.items() if name in self.names}
+        self.takes_image = "image" in self.names and self.names["image"].default is inspect.Parameter.empty
 
     def refuse(self, why: str) -> ProbeError:
         """Return the error of a pipeline that cannot be trained, which names it."""
@@ -87,11 +100,6 @@ class Pipeline:
             self.pipe.call_device = torch.device("cpu")
             for name, part in before.items():
                 setattr(self.pipe, name, part)
-
-    @property
-    def takes_image(self) -> bool:
-        """Whether each sample needs a condition image."""
-        return "image" in self.names and self.names["image"].default is inspect.Parameter.empty
 
     def call(
         self,
@@ -118,7 +126,7 @@ class Pipeline:
         given["num_inference_steps"] = STEPS if latents is None else 2
         seen, text = Seen(), prompts[0] if len(prompts) == 1 else list(prompts)
         try:
-            with torch.no_grad(), _silent(), self._watched(seen, latents, stop=stop):
+            with torch.no_grad(), _silent(), self._watched(seen, len(prompts) * samples, latents, stop=stop):
                 self.pipe(prompt=text, generator=torch.Generator().manual_seed(1), **given)
         except _Reached:
             pass
@@ -129,7 +137,7 @@ class Pipeline:
         return seen
 
     @contextmanager
-    def _watched(self, seen: Seen, latents: Tensor | None, *, stop: bool) -> Iterator[None]:
+    def _watched(self, seen: Seen, samples: int, latents: Tensor | None, *, stop: bool) -> Iterator[None]:
         scheduler, vae = self.pipe.scheduler, self.pipe.vae
         set_timesteps, euler = scheduler.set_timesteps, scheduler.step
 
@@ -137,7 +145,9 @@ class Pipeline:
             forward, signature = network.forward, inspect.signature(network.forward)
 
             def call(*inputs: Any, **named: Any) -> Any:
-                seen.inputs.append(dict(signature.bind(*inputs, **named).arguments))
+                given = flat(signature.bind(*inputs, **named).arguments, samples)
+                # pipelines may go on to write into tensors that they gave
+                seen.inputs.append(tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, given))
                 if stop:
                     raise _Reached
                 output = forward(*inputs, **named)
@@ -147,6 +157,7 @@ class Pipeline:
             return call
 
         def step(velocity: Any, time: Any, x: Tensor, *more: Any, return_dict: bool = True, **named: Any) -> Any:
+            x = x.clone()
             moved = euler(velocity, time, x, *more, return_dict=False, **named)[0]
             seen.steps.append((velocity, x, moved))
             moved = moved if latents is None else latents.to(x.dtype)

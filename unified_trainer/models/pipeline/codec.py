@@ -14,7 +14,6 @@ from PIL import Image as Picture
 from torch import Tensor, nn
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.requests import Image
 from unified_trainer.basics.types import DTYPES, Condition, Latents, Video
 from unified_trainer.models.base import Prompt, Shape
@@ -25,8 +24,8 @@ from unified_trainer.models.image_tensors import ImageTensors
 from unified_trainer.models.pipeline.facts import BEHIND, Facts
 from unified_trainer.models.pipeline.known import known
 from unified_trainer.models.pipeline.model import ROWS
-from unified_trainer.models.pipeline.opening import NETWORKS, component_class
-from unified_trainer.models.pipeline.probe import SHORT, first_row, text_call
+from unified_trainer.models.pipeline.opening import NETWORKS, component_classes
+from unified_trainer.models.pipeline.probe import SHORT, differ, first_row, text_call
 from unified_trainer.models.prompt_embeddings import PromptEmbeddings
 from unified_trainer.models.prompt_tensors import Shapes, difference, stack
 from unified_trainer.parallel.device import rounds_products
@@ -51,14 +50,7 @@ class PipelineCodec:
                 f"encoders.vae_tile: {folder} is opened by its pipeline, whose VAE is not tiled; set it to 0"
             )
         self._known, self._facts = known(folder), known(folder).any()
-        names = {
-            name: value for name, value in read_json(folder / "model_index.json").items() if isinstance(value, list)
-        }
-        parts = {
-            name: component_class(folder / "model_index.json", *value)
-            for name, value in names.items()
-            if not name.startswith("_") and value[0] is not None
-        }
+        parts = component_classes(folder)
         self._names = {name for name in parts if name not in (*NETWORKS, "vae", "scheduler")}
         networks = {name: kind for name, kind in parts.items() if issubclass(kind, nn.Module) and name not in NETWORKS}
         dtypes = {name: DTYPES[config.text_precision] for name in networks} | {"vae": DTYPES[config.vae_precision]}
@@ -148,7 +140,7 @@ class PipelineCodec:
                 tensors: dict[str, Tensor] = {}
                 for name, argument in facts.text.items():
                     # a mask that is left out marks all rows
-                    row = torch.ones(argument.shape) if given[name] is None else first_row(given[name])
+                    row = torch.ones(argument.shape) if given.get(name) is None else first_row(given[name])
                     tensors[name] = row.to(argument.dtype).cpu()
                     if argument.listed:
                         tensors[name + ROWS] = torch.tensor(len(row))
@@ -156,14 +148,21 @@ class PipelineCodec:
 
     def _check_constants(self, given: Mapping[str, Any], prompt: str) -> None:
         """Raise UserError if this prompt changes an argument that was learned to follow from no prompt."""
-        for name, value in self._facts.constants.items():
-            if isinstance(value, Tensor) and isinstance(given.get(name), Tensor):
-                held = given[name][: len(value)].cpu() if name in self._facts.replicated else given[name].cpu()
-                if held.shape != value.shape or not torch.equal(held, value):
-                    raise UserError(
-                        f"{self.folder}: {self._facts.pipeline} makes {name} of prompt {prompt!r}, and did not of others: "
-                        "this prompt cannot be trained with this pipeline"
-                    )
+        facts = self._facts
+        behind = given[facts.latents].narrow(*facts.behind(given[facts.latents])) if facts.channels else None
+        for name in {*given, *facts.constants} - {
+            facts.latents,
+            facts.time,
+            facts.guidance,
+            *facts.text,
+            *facts.images,
+        }:
+            value, held = facts.constants.get(name), behind if name == BEHIND else given.get(name)
+            if differ(value, held, row=name in facts.replicated):
+                raise UserError(
+                    f"{self.folder}: {facts.pipeline} makes {name} of prompt {prompt!r}, not of others: "
+                    "this prompt cannot be trained with this pipeline"
+                )
 
     # Images
 
@@ -181,9 +180,7 @@ class PipelineCodec:
         with self._calling(parts) as pipeline:
             given = pipeline.call([SHORT], facts.size, picture, stop=True).inputs[0]
         if facts.channels:
-            dim, latents = facts.channels
-            held = given[facts.latents]
-            given[BEHIND] = held.narrow(dim, latents, held.shape[dim] - latents)
+            given[BEHIND] = given[facts.latents].narrow(*facts.behind(given[facts.latents]))
         return {name: first_row(given[name]).to(argument.dtype).cpu() for name, argument in facts.images.items()}
 
     # Latents

@@ -1,8 +1,8 @@
-"""What a pipeline's call says about its network, its conditions and its VAE."""
+"""The facts about a network, its conditions and its VAE that the calls of a pipeline show."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from unified_trainer.models.base import Shape
 
 Place = tuple[int, int]  # a dimension, and how many of its first channels are meant
 Size = tuple[int, int, int]  # frames, height and width in pixels
+Rule = Literal["plain", "norm", "unknown"]  # norm: each token, or row, keeps the norm of the conditional velocity
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Facts:
-    """What holds at one size. Our latents are [c, t, h, w] as the VAE has them, the native ones the pipeline's own."""
+    """The facts at one size. Our latents are [c, t, h, w] as the VAE has them, the native ones the pipeline's own."""
 
     pipeline: str
     size: Size
@@ -53,8 +54,15 @@ class Facts:
     given_levels: bool  # whether the pipeline gives its scheduler the levels before the shift
     guidance: str  # the argument of guidance that is embedded in the network; "": none
     guidance_factor: float
+    rule: Rule  # of guidance
+    more_guidance: float  # by how much our guidance scale is larger than the pipeline's
     features: tuple[int | None, int, int]  # the middle block's output: its place in a tuple, channels and tokens
     no_guidance: Mapping[str, float]  # arguments of the call that turn guidance off
+
+    def behind(self, value: Tensor) -> tuple[int, int, int]:
+        """Return dimension, start and length of the channels behind the latents in the argument that holds both."""
+        dim, latents = self.channels or (1, value.shape[1])
+        return dim, latents, value.shape[dim] - latents
 
     def __str__(self) -> str:
         """Return the facts in words."""
@@ -69,7 +77,44 @@ class Facts:
         ]
         parts += [f"image: {', '.join(self.images)}"] if self.images else []
         parts += [f"guidance in the network: {self.guidance}"] if self.guidance else []
+        parts += [f"guidance scale: the pipeline's + {self.more_guidance:g}"] if self.more_guidance else []
+        parts += [RULES[self.rule]] if self.rule in RULES else []
         return "; ".join(parts)
 
 
 BEHIND = "channels behind the latents"
+RULES = {
+    "norm": "guidance keeps the norm of the conditional velocity",
+    "unknown": "guidance: the pipeline has a rule of its own, and uncond + w (cond - uncond) is used",
+}
+
+
+def flat(arguments: Mapping[str, Any], samples: int) -> dict[str, Any]:
+    """Return arguments in which those that hold others, or tensors of all samples, are taken apart: "a/b" is a[b]."""
+    apart: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if isinstance(value, Mapping) and value:
+            apart |= flat({f"{name}/{key}": one for key, one in value.items()}, samples)
+        elif of_tensors(value) and all(x.dim() > 2 and len(x) == samples for x in value):
+            apart |= {f"{name}/{place}": x for place, x in enumerate(value)}
+        else:
+            apart[name] = value
+    return apart
+
+
+def nested(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments that `flat` took apart as they were."""
+    whole: dict[str, Any] = {}
+    for name, value in arguments.items():
+        head, _, rest = name.partition("/")
+        whole[head] = whole.get(head, {}) | {rest: value} if rest else value
+    for head in {name.partition("/")[0] for name in arguments if "/" in name}:
+        parts = whole[head]
+        numbered = all(key.isdecimal() for key in parts)
+        whole[head] = [parts[key] for key in sorted(parts, key=int)] if numbered else nested(parts)
+    return whole
+
+
+def of_tensors(value: Any) -> bool:
+    """Whether a value is a list of tensors."""
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(one, Tensor) for one in value)

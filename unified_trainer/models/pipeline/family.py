@@ -6,7 +6,7 @@ from pathlib import Path
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.models.base import Family, Shape
 from unified_trainer.models.encoders import EncoderConfig
-from unified_trainer.models.pipeline.calls import OFF, SIZES
+from unified_trainer.models.pipeline.calls import SIZES
 from unified_trainer.models.pipeline.codec import PipelineCodec
 from unified_trainer.models.pipeline.known import known
 from unified_trainer.models.pipeline.model import PipelineModel
@@ -19,7 +19,7 @@ def latent_shape(folder: Path, frames: int, height: int, width: int) -> Shape:
 
 def images(folder: Path) -> tuple[int, int]:
     """Return the fewest and the most condition images of a sample."""
-    return (1, 1) if known(folder).pipeline.takes_image else (0, 0)
+    return (1, 1) if known(folder).any().images else (0, 0)
 
 
 def networks(folder: Path) -> tuple[tuple[str, ...], float | None]:
@@ -30,14 +30,14 @@ def networks(folder: Path) -> tuple[tuple[str, ...], float | None]:
 
 
 def guidance(folder: Path, scale: float, config: EncoderConfig) -> Mapping[str, float]:
-    """Return the arguments of the call that guide with w, which is s where s = 1 turns guidance off, and else 1 + s."""
+    """Return the arguments of the call that guide with w; several pipelines write cond + (w - 1) (cond - uncond)."""
     facts = known(folder).any()
-    given = {name: value for name, value in facts.no_guidance.items() if name in OFF}
+    given = dict(facts.no_guidance)
     own = "true_cfg_scale" if "true_cfg_scale" in given else "" if facts.guidance else "guidance_scale"
     if facts.guidance:  # the scale of the call is the one in the network
         del given["guidance_scale"]
         given |= {} if config.embedded_guidance is None else {"guidance_scale": config.embedded_guidance}
-    return given | ({own: scale - 1 + given[own]} if own in given else {})
+    return given | ({own: scale - facts.more_guidance} if own in given else {})
 
 
 def general_recipe(folder: Path) -> tuple[str, Mapping[str, int]]:

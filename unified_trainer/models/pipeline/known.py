@@ -14,7 +14,7 @@ FRAMES, SIDES = (1, 5, 9, 17), (32, 64, 128, 256, 512)  # of the small videos th
 
 
 class Known:
-    """What is known of a folder's pipeline."""
+    """The facts of a folder's pipeline, learned when they are first asked for."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._facts = folder, dict[Size, Facts]()
@@ -29,8 +29,26 @@ class Known:
         if size[0] > 1 and not {"num_frames", "frames"} & self.pipeline.names.keys():
             raise self.pipeline.refuse(f"makes images: set --video.frames 1 instead of {size[0]}")
         if size not in self._facts:
-            self._facts[size] = learn(self.pipeline, size)
+            self._facts[size] = self._learned(size)
         return self._facts[size]
+
+    def _learned(self, size: Size) -> Facts:
+        pipeline = self.pipeline
+        try:
+            facts = learn(pipeline, size)
+        except ProbeError as error:
+            # an editing pipeline has an image by default None, and cannot be called so
+            if error.__cause__ is None or pipeline.takes_image or "image" not in pipeline.names:
+                raise
+            pipeline.takes_image = True
+            try:
+                facts = learn(pipeline, size)
+            except ProbeError as with_image:
+                pipeline.takes_image = with_image.__cause__ is None
+                raise (with_image if pipeline.takes_image else error) from error
+        if self._facts and facts.text != self.any().text:
+            raise pipeline.refuse(f"makes {', '.join(facts.text)} of the prompt and the size together")
+        return facts
 
     def any(self) -> Facts:
         """Return the facts at the size that was asked for first, or at a small one."""

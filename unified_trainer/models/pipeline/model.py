@@ -1,5 +1,6 @@
 """The network of any pipeline as a `VideoModel`: it is called as the pipeline calls it."""
 
+import copy
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +12,16 @@ from torch import Tensor, nn
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_json
-from unified_trainer.basics.types import Condition, Latents, PerSample
+from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
 from unified_trainer.models.base import Shape
 from unified_trainer.models.diffusers_model import DiffusersModel
 from unified_trainer.models.folder import outline
-from unified_trainer.models.pipeline.facts import BEHIND, Facts
+from unified_trainer.models.pipeline.calls import stacked
+from unified_trainer.models.pipeline.facts import BEHIND, Facts, nested
+from unified_trainer.models.pipeline.guidance import with_norm
 from unified_trainer.models.pipeline.known import KNOWN, Known, known
-from unified_trainer.models.pipeline.probe import blocks_of, stacked
+from unified_trainer.models.pipeline.probe import blocks_of
+from unified_trainer.numerics.flow import guide
 
 ROWS = " rows"  # behind the name of a padded argument: how many of its rows a prompt has
 
@@ -30,33 +34,24 @@ class PipelineModel(DiffusersModel):
     def __init__(self, network: nn.Module, folder: Path | None, facts: Known) -> None:
         super().__init__(network, folder)
         self._known, self._moved = facts, dict[tuple[Shape, torch.device], "_Moved"]()
-        self.adapter_layers = self._attention_layers(self.blocks)
+        self._blocks = blocks_of(network)
+        self.adapter_layers = _attention_layers(self._blocks)
         self._takes = inspect.signature(network.forward).parameters
 
     @classmethod
     def open(cls, folder: Path, component: str) -> Self:
         name = read_json(folder / component / "config.json").get("_class_name", "")
-        kind = getattr(diffusers, name, None) if isinstance(name, str) else None
+        kind = getattr(diffusers, name) if name in dir(diffusers) else None
         if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
             raise UserError(f"{folder / component / 'config.json'}: {name!r} is no network of diffusers")
         return cls(outline(kind, folder / component), folder / component, known(folder))
 
-    @staticmethod
-    def _attention_layers(blocks: Sequence[nn.Module]) -> tuple[str, ...]:
-        """Return the linear layers of the blocks' attention, by the ends of their names."""
-        ends: dict[str, None] = {}
-        for block in blocks:
-            for name, layer in block.named_modules():
-                place = max(
-                    name.rfind(f"{part}.") for part in ("attn", "attn1", "attn2", "attention", "self_attention")
-                )
-                if isinstance(layer, nn.Linear) and place >= 0:
-                    ends[name[place:].partition(".")[2]] = None
-        return tuple(ends)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)(copy.deepcopy(self.network, memo), None, self._known)
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        return blocks_of(self.network)
+        return self._blocks
 
     @property
     def feature_size(self) -> int:
@@ -72,10 +67,7 @@ class PipelineModel(DiffusersModel):
         """Predict the velocity by the call that was learned; times are slope w + offset, w = sigma without `warp`."""
         here = self._at(x_t)
         facts, count = here.facts, len(x_t)
-        x = x_t.float()
-        if here.inverse is not None:
-            x = x.flatten(1)[:, here.inverse]
-        x = x.reshape(count, *facts.native)
+        x = here.native(x_t.float())
         inputs = {name: _repeated(value, count, name in facts.replicated) for name, value in here.constants.items()}
         inputs |= {name: cond[name] for name in facts.images}
         for name, argument in facts.text.items():
@@ -92,23 +84,21 @@ class PipelineModel(DiffusersModel):
             inputs[facts.guidance] = cond[facts.guidance]
         if "return_dict" in self._takes:
             inputs["return_dict"] = False
-        v = stacked(self.network(**inputs)[0]).float() * facts.sign
+        v = stacked(self.network(**nested(inputs))[0]).float() * facts.sign
         if facts.output:
             v = v.narrow(facts.output[0], 0, facts.output[1])
-        v = v.reshape(count, -1)
-        return (v if here.order is None else v[:, here.order]).reshape(x_t.shape)
+        return here.ours(v)
 
     def save(self, folder: Path, component: str, dtype: torch.dtype, max_shard_size: str) -> None:
         super().save(folder, component, dtype, max_shard_size)
         KNOWN[folder] = self._known  # the folder is read again before the rest of its pipeline is written
 
-    def layer_kind(self, layer: str) -> str:  # STUB
-        return "tokens"
-
-    def pass_size(self, *inputs: Any, **named: Tensor) -> Any:  # STUB
-        from unified_trainer.models.base import PassSize
-
-        return PassSize(1, {"tokens": 1}, 0)
+    def guide(self, cond: Latents, uncond: Latents, guidance_scale: float | PerSample | PerFrame) -> Latents:
+        """Return the guided velocity, by the pipeline's own rule where that is known."""
+        here, guided = self._at(cond), guide(cond, uncond, guidance_scale)
+        if here.facts.rule != "norm":
+            return guided
+        return here.ours(with_norm(here.native(guided), here.native(cond)))
 
     def _at(self, x_t: Latents) -> "_Moved":
         shape = (x_t.shape[1], x_t.shape[2], x_t.shape[3], x_t.shape[4])
@@ -153,6 +143,16 @@ class _Moved:
         self.inverse = None if order is None else torch.argsort(order).to(device)
         self.constants = {name: _to(value, device) for name, value in facts.constants.items() if name != "return_dict"}
 
+    def native(self, x: Tensor) -> Tensor:
+        """Return our latents as the pipeline has them."""
+        x = x if self.inverse is None else x.flatten(1)[:, self.inverse]
+        return x.reshape(len(x), *self.facts.native)
+
+    def ours(self, x: Tensor) -> Latents:
+        """Return latents of the pipeline as ours."""
+        x = x if self.order is None else x.flatten(1)[:, self.order]
+        return x.reshape(len(x), *self.facts.shape)
+
 
 def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
@@ -166,3 +166,14 @@ def _repeated(value: Any, count: int, replicated: bool) -> Any:
     if not replicated:
         return value
     return value.expand(count, *value.shape[1:]) if isinstance(value, Tensor) else value * count
+
+
+def _attention_layers(blocks: Sequence[nn.Module]) -> tuple[str, ...]:
+    """Return the linear layers of the blocks' attention, by the ends of their names."""
+    ends: dict[str, None] = {}
+    for block in blocks:
+        for name, layer in block.named_modules():
+            place = max(name.rfind(f"{part}.") for part in ("attn", "attn1", "attn2", "attention", "self_attention"))
+            if isinstance(layer, nn.Linear) and place >= 0:
+                ends[name[place:].partition(".")[2]] = None
+    return tuple(ends)

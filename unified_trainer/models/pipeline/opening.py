@@ -1,5 +1,6 @@
 """A pipeline folder of diffusers, opened with networks without memory."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import nn
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_json
+from unified_trainer.models.chat_template import check_bounds
+from unified_trainer.models.folder import read_pretrained
 from unified_trainer.models.pipeline.calls import Pipeline
 from unified_trainer.models.pipeline.without_memory import WithoutMemory
 
@@ -25,28 +28,39 @@ def open_pipeline(folder: Path) -> Pipeline:
     index, memory = read_json(file), WithoutMemory()
     kind = component_class(file, "diffusers", index["_class_name"])
     parts: dict[str, Any] = {}
+    classes = component_classes(folder)
     for name, value in index.items():
-        if name.startswith("_"):
-            continue
-        named = isinstance(value, list) and len(value) == 2
-        if not named or value[0] is None:
-            parts[name] = None if named else value
-            continue
-        part = component_class(file, *value)
+        if name not in classes and not name.startswith("_"):
+            parts[name] = None if value == [None, None] else value
+    for name, part in classes.items():
         if name == "scheduler":
             parts[name] = flow_scheduler(folder / name)
         elif issubclass(part, nn.Module):
             parts[name] = memory.prepare(outline(part, folder / name, buffers=name == "vae"))
         else:
-            parts[name] = part.from_pretrained(folder / name)
+            parts[name] = read_part(part, folder / name)
     networks = [name for name in NETWORKS if isinstance(parts.get(name), nn.Module)]
     if not networks or not isinstance(parts.get("vae"), nn.Module):
         raise UserError(f"{file}: a pipeline needs a transformer and a vae, and this one has {', '.join(parts)}")
+    if unknown := parts.keys() - inspect.signature(kind.__init__).parameters.keys():
+        raise UserError(f"{file}: {kind.__name__} has no {', '.join(sorted(unknown))}")
     # the device of a pipeline is that of its networks, and those without memory have none
     called = {"_execution_device": property(lambda pipe: pipe.call_device), "call_device": torch.device("cpu")}
     pipe = type(kind.__name__, (kind,), called)(**parts)
     pipe.set_progress_bar_config(disable=True)
     return Pipeline(folder, pipe, networks, memory.answers)
+
+
+def component_classes(folder: Path) -> dict[str, Any]:
+    """Return the classes of a folder's components by name; UserError for one that is unknown."""
+    index = read_json(file := folder / "model_index.json")
+    component_class(file, "diffusers", index["_class_name"])  # a pipeline's package may bring classes of its own
+    return {
+        name: component_class(file, *value)
+        for name, value in index.items()
+        if not name.startswith("_")
+        and (isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value))
+    }
 
 
 def component_class(file: Path, library: str, name: str) -> Any:
@@ -65,7 +79,7 @@ def outline(kind: Any, folder: Path, *, buffers: bool = False) -> nn.Module:
         if issubclass(kind, diffusers.ModelMixin):
             network = kind.from_config(kind.load_config(folder))
         else:  # the masks of other kinds of attention depend on values
-            network = kind._from_config(kind.config_class.from_pretrained(folder), attn_implementation="eager")
+            network = kind._from_config(read_pretrained(kind.config_class, folder), attn_implementation="eager")
     for file in folder.glob("*.safetensors") if buffers else ():
         with safe_open(file, "pt") as held:
             names = set(held.keys())
@@ -73,6 +87,17 @@ def outline(kind: Any, folder: Path, *, buffers: bool = False) -> nn.Module:
                 if name in names:
                     table.copy_(held.get_tensor(name))
     return network
+
+
+def read_part(kind: Any, folder: Path) -> Any:
+    """Read a component without weights, such as a tokenizer or an image processor; none of its code runs."""
+    part = read_pretrained(kind, folder)
+    for held in (part, vars(part).get("tokenizer")):
+        if isinstance(held, transformers.PreTrainedTokenizerBase) and held.chat_template:
+            templates = held.chat_template if isinstance(held.chat_template, dict) else {"": held.chat_template}
+            for template in templates.values():
+                check_bounds(template, str(folder))
+    return part
 
 
 def flow_scheduler(folder: Path) -> FlowMatchEulerDiscreteScheduler:

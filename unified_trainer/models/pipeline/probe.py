@@ -6,13 +6,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image as Picture
 from torch import Tensor, nn
 
 from unified_trainer.models.base import Shape
-from unified_trainer.models.pipeline.calls import STEPS, Pipeline, ProbeError, Seen
-from unified_trainer.models.pipeline.facts import BEHIND, Argument, Facts, Place, Size
+from unified_trainer.models.pipeline.calls import STEPS, Pipeline, ProbeError, Seen, same, stacked
+from unified_trainer.models.pipeline.facts import BEHIND, Argument, Facts, Place, Size, nested, of_tensors
+from unified_trainer.models.pipeline.guidance import rule_of
 
 SHORT = "a cat"
 LONG = 'a red circle and a blue square above the words "moving left", ' * 100  # longer than any pipeline takes
@@ -35,6 +37,7 @@ def learn(pipeline: Pipeline, size: Size) -> Facts:
         pipeline, size, (image, other_image), one, {latents: channels, time: None, guidance: None}
     )
     vae = _VAE.of(pipeline, size, image, one.steps[0][1])
+    rule, more = rule_of(pipeline, SHORT, size, image, sign=sign, output=output)
     slope, offset, warp = line
     return Facts(
         pipeline=type(pipeline.pipe).__name__,
@@ -64,6 +67,8 @@ def learn(pipeline: Pipeline, size: Size) -> Facts:
         given_levels=one.given_levels,
         guidance=guidance,
         guidance_factor=factor,
+        rule=rule,
+        more_guidance=more,
         features=_features(block[-1], {x.shape[0] for x in arguments.text.values() if x.shape}),
         no_guidance=dict(pipeline.no_guidance),
     )
@@ -114,14 +119,14 @@ def _is_single(seen: Seen) -> bool:
 def _latents(pipeline: Pipeline, seen: Seen) -> tuple[str, Place | None, tuple[int, ...] | None]:
     named, sample = seen.inputs[0], seen.steps[0][1]
     for name, value in named.items():
-        if _is_list(value):
-            if sum(x.numel() for x in value) == sample.numel() and _same(stacked(value).reshape(sample.shape), sample):
+        if of_tensors(value):
+            if sum(x.numel() for x in value) == sample.numel() and same(stacked(value).reshape(sample.shape), sample):
                 return name, None, tuple(value[0].shape)
         elif isinstance(value, Tensor) and value.is_floating_point():
-            if value.shape == sample.shape and _same(value, sample):
+            if value.shape == sample.shape and same(value, sample):
                 return name, None, None
             for place in _wider(value, sample):
-                if _same(value.narrow(place[0], 0, place[1]), sample):
+                if same(value.narrow(place[0], 0, place[1]), sample):
                     return name, place, None
     shapes = ", ".join(f"{name} {[*value.shape]}" for name, value in named.items() if isinstance(value, Tensor))
     raise pipeline.refuse(f"gives its network no argument that holds its latents {[*sample.shape]}: {shapes}")
@@ -166,10 +171,10 @@ def _line(sigmas: Tensor, times: Tensor) -> tuple[float, float, float] | None:
 def _output(pipeline: Pipeline, seen: Seen) -> tuple[float, Place | None]:
     made, given = stacked(seen.outputs[0]), stacked(seen.steps[0][0])
     for sign in (1.0, -1.0):
-        if made.numel() == given.numel() and _same(sign * made.flatten(), given.flatten()):
+        if made.numel() == given.numel() and same(sign * made.flatten(), given.flatten()):
             return sign, None
         for place in _wider(made, given):
-            if _same(sign * made.narrow(place[0], 0, place[1]), given):
+            if same(sign * made.narrow(place[0], 0, place[1]), given):
                 return sign, place
     raise pipeline.refuse(
         f"makes the velocity {[*given.shape]} of the network's output {[*made.shape]} by more than a sign"
@@ -210,7 +215,7 @@ def _check_euler(pipeline: Pipeline, seen: Seen) -> None:
     sigmas = seen.sigmas.double().tolist()
     for (velocity, x, moved), sigma, following in zip(seen.steps, sigmas, sigmas[1:], strict=False):
         change = (following - sigma) * stacked(velocity).double().reshape(x.shape)
-        if not _same(x.double() + change, moved):
+        if not same(x.double() + change, moved):
             raise pipeline.refuse("does not follow the probability flow by Euler steps")
 
 
@@ -235,36 +240,47 @@ class _Arguments:
     ) -> "_Arguments":
         """Compare calls with another prompt, two samples and another image; `known` are the other arguments."""
         image, other_image = images
+        latents, place = next(iter(known.items()))
+        _check_steps(pipeline, one, known)
         first, long = one.inputs[0], pipeline.call([LONG], size, image, stop=True).inputs[0]
-        two = _of_two(pipeline, size, image)
-        rows = {name for name, value in two.items() if _rows(value) == 2 * (_rows(first[name]) or 0) > 0}
-        long = {name: first[name] if value is None else value for name, value in long.items()}
+        two = _of_two(pipeline, size, image, first, latents)
+        rows = {name for name, value in two.items() if _rows(value) == 2 * (_rows(first.get(name)) or 0) > 0}
+        long = {name: first[name] if long.get(name) is None else long[name] for name in first} | {
+            name: value for name, value in long.items() if name not in first
+        }
         paired = any(isinstance(first[name], Tensor) and first[name].shape != long[name].shape for name in rows)
         if paired:
             first, long = (text_call(pipeline, prompt, size, image, paired=True).inputs[0] for prompt in (SHORT, LONG))
-            rows |= {name for name, value in first.items() if isinstance(value, Tensor) and one.inputs[0][name] is None}
+            short = one.inputs[0]
+            rows |= {name for name, x in first.items() if isinstance(x, Tensor) and short.get(name) is None}
             long = {
-                name: torch.ones_like(first[name]) if value is None and name in rows else value
-                for name, value in long.items()
+                name: torch.ones_like(value) if long.get(name) is None and name in rows else long.get(name)
+                for name, value in first.items()
             }
         seen = text_call(pipeline, SHORT, size, other_image, paired=paired).inputs[0]
-        if place := next((place for place in known.values() if place), None):
-            latents = next(iter(known))
+        start = [stacked(held[latents]) for held in (first, seen)]
+        if differ(*(x.narrow(place[0], 0, place[1]) if place else x for x in start)):
+            raise pipeline.refuse("writes its image into the noisy latents")
+        if place:
             for held in (first, long, seen):
                 held[BEHIND] = held[latents].narrow(place[0], place[1], held[latents].shape[place[0]] - place[1])
             rows |= {BEHIND}
         others = {name: value for name, value in first.items() if name not in known}
-        text = {name for name, value in others.items() if name in rows and _differ(value, long[name], row=True)}
-        from_image = {name for name, value in others.items() if pipeline.takes_image and _differ(value, seen[name])}
+        text = {name for name, value in others.items() if name in rows and differ(value, long.get(name), row=True)}
+        from_image = {n for n, value in others.items() if pipeline.takes_image and differ(value, seen.get(n))}
+        if pipeline.takes_image and not from_image:
+            raise pipeline.refuse("gives its network no argument that follows from the image")
         rows |= {name for name in from_image if isinstance(others[name], Tensor) and len(others[name]) == 1}
         if both := text & from_image:
-            raise pipeline.refuse(f"makes {', '.join(sorted(both))} of prompt and image together")
-        for name in others.keys() - rows:
-            if name in from_image or _differ(others[name], long[name]):
+            raise pipeline.refuse(
+                f"makes {', '.join(sorted(both))} of prompt and image together, which are encoded apart"
+            )
+        for name in sorted({*others, *long} - known.keys() - rows):
+            if name in from_image or differ(others.get(name), long.get(name)):
                 raise pipeline.refuse(f"gives its network {name}, which follows from the sample but has no row for it")
         fixed = {name: value for name, value in others.items() if name not in text | from_image}
         replicated = tuple(name for name in fixed if name in rows)
-        if paired and all(isinstance(others[name], Tensor) and others[name].dim() > 2 for name in text):
+        if paired and not any(_marks(others[name]) for name in text):
             raise pipeline.refuse(
                 "pads prompts without a mask: a sample would depend on the other prompts of its batch"
             )
@@ -277,12 +293,49 @@ class _Arguments:
         )
 
 
-def _of_two(pipeline: Pipeline, size: Size, image: Picture.Image) -> dict[str, Any]:
+def _check_steps(pipeline: Pipeline, seen: Seen, known: Mapping[str, Place | None]) -> None:
+    """Raise ProbeError if another argument than latents and time changes between the solver steps."""
+    (latents, place), first = next(iter(known.items())), seen.inputs[0]
+    for later in seen.inputs[1:]:
+        changed = [name for name in sorted({*first, *later} - known.keys()) if differ(first.get(name), later.get(name))]
+        if place:
+            behind = [
+                x[latents].narrow(place[0], place[1], x[latents].shape[place[0]] - place[1]) for x in (first, later)
+            ]
+            changed += [BEHIND] if differ(*behind) else []
+        if changed:
+            raise pipeline.refuse(f"changes {', '.join(changed)} from step to step beside latents and time")
+
+
+def _of_two(
+    pipeline: Pipeline, size: Size, image: Picture.Image, first: dict[str, Any], latents: str
+) -> dict[str, Any]:
     """Return the network's arguments for two samples of one prompt and image."""
+    ways: list[tuple[int, int, Any]] = [(1, 2, image), (2, 1, image)]
+    for prompts, samples, pictures in [*ways, (2, 1, [image, image])] if pipeline.takes_image else ways:
+        try:
+            two = pipeline.call([SHORT] * prompts, size, pictures, samples=samples, stop=True).inputs[0]
+        except ProbeError:
+            continue
+        if _rows(two[latents]) == 2 * (_rows(first[latents]) or 0):
+            return two
+    # the pipeline makes one sample at a time: what has one row has two, if the network takes them
+    two = {
+        name: (torch.cat([value] * 2) if isinstance(value, Tensor) else value * 2) if _rows(value) == 1 else value
+        for name, value in first.items()
+    }
     try:
-        return pipeline.call([SHORT], size, image, samples=2, stop=True).inputs[0]
-    except ProbeError:  # several pipelines take one sample of a prompt, but several prompts
-        return pipeline.call([SHORT, SHORT], size, image, stop=True).inputs[0]
+        output = pipeline.pipe.components[pipeline.networks[0]](**nested(two))
+    except Exception as error:  # whatever a network raises says that it does not take them
+        raise pipeline.refuse(f"makes one sample at a time: {type(error).__name__}: {error}") from error
+    if len(stacked(output[0])) != 2:
+        raise pipeline.refuse("makes one sample at a time")
+    return two
+
+
+def _marks(value: Any) -> bool:
+    """Whether an argument marks tokens, or counts them."""
+    return isinstance(value, Tensor) and (not value.is_floating_point() or bool(((value == 0) | (value == 1)).all()))
 
 
 def _rows(value: Any) -> int | None:
@@ -292,20 +345,21 @@ def _rows(value: Any) -> int | None:
 
 def _argument(value: Any, longest: Any) -> Argument:
     row = first_row(longest)
-    return Argument(tuple(row.shape), row.dtype, _is_list(value))
+    return Argument(tuple(row.shape), row.dtype, of_tensors(value))
 
 
-def _differ(a: Any, b: Any, *, row: bool = False) -> bool:
-    """Whether two arguments differ, or with `row` those of the first sample."""
+def differ(a: Any, b: Any, *, row: bool = False) -> bool:
+    """Whether two arguments differ, or with `row` those of the first sample; by more than a device's rounding."""
+    a, b = (None if isinstance(x, Mapping) else x for x in (a, b))  # what `flat` leaves of them is empty
     if a is None or b is None:
         return a is not b
     if row:
         a, b = first_row(a), first_row(b)
-    if isinstance(a, Tensor):
-        return a.shape != b.shape or not torch.equal(a, b)
-    if isinstance(a, (list, tuple)):
-        return len(a) != len(b) or any(_differ(x, y) for x, y in zip(a, b, strict=True))
-    return isinstance(a, (int, float, str)) and a != b
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape != b.shape or not same(a.cpu(), b.cpu())
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) != len(b) or any(differ(x, y) for x, y in zip(a, b, strict=True))
+    return type(a) is not type(b) or (isinstance(a, (int, float, str, np.ndarray)) and bool(np.any(a != b)))
 
 
 @dataclass(frozen=True)
@@ -351,22 +405,9 @@ class _VAE:
         if flat:
             shift, scale = shift[:, :, None], scale[:, :, None]
         of_channel = [x[0, :, :1, :1, :1] for x in (scale, shift)]
-        if not all(_same(x[0], y.expand_as(x[0])) for x, y in zip((scale, shift), of_channel, strict=True)):
+        if not all(same(x[0], y.expand_as(x[0])) for x, y in zip((scale, shift), of_channel, strict=True)):
             of_channel = [scale[0], shift[0]]  # as FLUX.2 has a number for each place of a patch
         reordered = not torch.equal(order.long(), torch.arange(len(order)))
         shape = (shift.shape[1], shift.shape[2], shift.shape[3], shift.shape[4])
         scale, shift = (x.float() for x in of_channel)
         return cls(shape, order.long() if reordered else None, scale, shift, flat, words)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(one, Tensor) for one in value)
-
-
-def stacked(value: Any) -> Tensor:
-    """Return a list of tensors as one."""
-    return torch.stack(list(value)) if isinstance(value, (list, tuple)) else value
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return bool(torch.allclose(a.double(), b.double(), atol=1e-4, rtol=1e-4))

@@ -1,7 +1,6 @@
 """Qwen-Image's transformer as a `VideoModel` (arXiv:2508.02324): images are videos of one frame, packed as tokens."""
 
 from functools import partial
-from typing import Any
 
 import torch
 from diffusers import QwenImageTransformer2DModel
@@ -10,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
-from unified_trainer.models.base import PassSize, Shape
+from unified_trainer.models.base import Shape
 from unified_trainer.models.joint_model import JointModel, Rotate
 from unified_trainer.models.qwen_image.configs import PATCH
 from unified_trainer.numerics.flow import guide
@@ -47,19 +46,6 @@ class QwenImageModel(JointModel):
         guided = packed(guide(cond, uncond, guidance_scale))
         scale = packed(cond).norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
         return unpacked(guided * scale, height, width)
-
-    def layer_kind(self, layer: str) -> str:
-        if layer == "proj_out":
-            return "output"
-        if "_mod." in layer or layer.startswith(("time_text_embed.", "norm_out.")):
-            return "times"
-        return "text" if layer == "txt_in" or ".txt_mlp" in layer or "add_" in layer else "tokens"
-
-    def pass_size(self, *_: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, **_named: Tensor) -> PassSize:
-        (count, tokens, _), text = hidden_states.shape, encoder_hidden_states.shape[1]
-        rows = {"tokens": count * tokens, "output": count * tokens, "text": count * text, "times": count}
-        attention = 4 * self.feature_size * len(self.blocks) * count * (tokens + text) ** 2
-        return PassSize(count * tokens, rows, attention)
 
     def example(
         self, shape: Shape | None = None, samples: int = 1, text_tokens: int = 4

@@ -1,13 +1,10 @@
 """Stable Diffusion 3's transformer as a `VideoModel` (arXiv:2403.03206): images are videos of one frame."""
 
-from typing import Any
-
 import torch
 from diffusers import SD3Transformer2DModel
-from torch import Tensor
 
 from unified_trainer.basics.types import Condition, Latents, PerSample
-from unified_trainer.models.base import PassSize, Shape
+from unified_trainer.models.base import Shape
 from unified_trainer.models.joint_model import JointModel
 
 
@@ -31,21 +28,6 @@ class SD3Model(JointModel):
             return_dict=False,
         )[0]
         return v.float()[:, :, None]
-
-    def layer_kind(self, layer: str) -> str:
-        if layer == "proj_out":
-            return "output"
-        if layer.startswith(("time_text_embed.", "norm_out.")) or ".norm1" in layer:
-            return "times"
-        return "text" if layer == "context_embedder" or ".ff_context." in layer or "add_" in layer else "tokens"
-
-    def pass_size(self, *_: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, **_named: Tensor) -> PassSize:
-        (count, _, height, width), text = hidden_states.shape, encoder_hidden_states.shape[1]
-        tokens = height * width // self.network.config.patch_size**2
-        rows = {"tokens": count * tokens, "output": count * tokens, "text": count * text, "times": count}
-        alone = sum(block.use_dual_attention for block in self.blocks)  # blocks whose image attends to itself too
-        pairs = len(self.blocks) * (tokens + text) ** 2 + alone * tokens**2
-        return PassSize(count * tokens, rows, 4 * self.feature_size * count * pairs)
 
     def example(
         self, shape: Shape | None = None, samples: int = 1, text_tokens: int = 4

@@ -6,6 +6,7 @@ absolute latent frames.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample, of_kind
-from unified_trainer.models.base import Cache, PassSize
+from unified_trainer.models.base import Cache
 from unified_trainer.models.masked_attention import Mask, token_mask
 from unified_trainer.models.wan.attention import Finished, KeysValues, LayerLists, Pass, PastKeys, rotate, set_attention
 from unified_trainer.models.wan.model import WanModel, network_time
@@ -76,6 +77,7 @@ class Cached(NamedTuple):
 
 
 NOTHING_CACHED = Cached()
+PLAIN: tuple[list[int], Mask | None, Cached] = [], None, NOTHING_CACHED  # all frames of a video, without a mask
 
 
 class CausalWanModel(WanModel):
@@ -88,7 +90,6 @@ class CausalWanModel(WanModel):
         if network.config.added_kv_proj_dim is not None:
             raise UserError("a causal Wan takes no image condition, but this one has added_kv_proj_dim")
         self._positions = network.rope = _Positions(network.rope)
-        self._pairs, self._text_cached = 0, False  # of a sample's queries and keys in the last pass, and its text
         set_attention(network.blocks)
 
     def velocity_masked(
@@ -154,7 +155,7 @@ class CausalWanModel(WanModel):
     ) -> Latents:
         """Run the network's own forward, so that hooks and wrappers of it and of its blocks take part."""
         tokens = self._frame_tokens(x)
-        self._pairs, self._text_cached = _pairs(len(frames) * tokens, tokens, frame_mask, cached)
+        self.pass_share = _share(len(frames) * tokens, tokens, frame_mask, cached)
         mask = None
         if frame_mask is not None and not bool(frame_mask.all()):
             mask = token_mask(frame_mask.to(x.device, non_blocking=True), tokens, flex=has_flex_attention(x.device))
@@ -164,10 +165,6 @@ class CausalWanModel(WanModel):
         self._positions.expect(frames, mask, cached)
         x = self._shared.whole_gradient(x) if self._shared else x
         return self.network(x, time, cond["text"], return_dict=False)[0].float()
-
-    def pass_size(self, x: Latents, time: Tensor, text: Tensor) -> PassSize:
-        tokens, text_keys = x.shape[2] * self._frame_tokens(x), 0 if self._text_cached else text.shape[1]
-        return self._size(x, time, text, tokens, pairs=self._pairs, text_keys=text_keys)
 
     def _frame_tokens(self, x: Latents) -> int:
         _, patch_height, patch_width = self.network.config.patch_size
@@ -179,7 +176,7 @@ class _Positions(nn.Module):
 
     def __init__(self, rope: WanRotaryPosEmbed) -> None:
         super().__init__()
-        self._rope = rope
+        self._rope, self._expected = rope, PLAIN
 
     def expect(self, frames: list[int], mask: Mask | None, cached: Cached) -> None:
         """Set the latent frames and the attention of the network's next forward."""
@@ -196,7 +193,7 @@ class _Positions(nn.Module):
 
     def forward(self, x: Latents) -> Pass:
         frames, mask, cached = self._expected
-        del self._expected
+        self._expected, frames = PLAIN, frames or list(range(x.shape[2]))
         _, patch_height, patch_width = self._rope.patch_size
         height, width = x.shape[3] // patch_height, x.shape[4] // patch_width
         at = torch.tensor(frames).to(x.device, non_blocking=True)
@@ -227,16 +224,14 @@ def _attended(cache: WanCache) -> Cached:
     return Cached(cache.attended(), None if torch.is_grad_enabled() else cache.text)
 
 
-def _pairs(
-    tokens: int,
-    frame_tokens: int,
-    frame_mask: Bool[Tensor, "t t"] | None,
-    cached: Cached,
-) -> tuple[int, bool]:
-    """Count the pairs of query and key of one sample in a pass; also return whether the text's keys are cached."""
+def _share(
+    tokens: int, frame_tokens: int, frame_mask: Bool[Tensor, "t t"] | None, cached: Cached
+) -> dict[str, Fraction]:
+    """Return the share of a plain pass: of its pairs of query and key, and of the text's keys, which may be cached."""
     known = sum(chunk.own[0][0].shape[1] for chunk in cached.past)
     pairs = tokens * (tokens + known) if frame_mask is None else int(frame_mask.sum()) * frame_tokens**2
-    return pairs, bool(cached.text)
+    text = dict.fromkeys(("attn2.to_k", "attn2.to_v"), Fraction(0)) if cached.text else {}
+    return {"attn1": Fraction(pairs, tokens**2), **text}
 
 
 def _cut(chunk: Finished, kept: frozenset[int]) -> Finished:

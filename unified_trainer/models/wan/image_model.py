@@ -6,10 +6,9 @@ network of Wan2.1 I2V also attends to `clip`, CLIP's tokens [b, n, d] of the ima
 """
 
 import torch
-from torch import Tensor
 
 from unified_trainer.basics.types import Condition, Latents, PerSample
-from unified_trainer.models.base import PassSize, Shape
+from unified_trainer.models.base import Shape
 from unified_trainer.models.image_tensors import image_of, to_first_frame
 from unified_trainer.models.wan.attention import TEXT_TOKENS
 from unified_trainer.models.wan.configs import CLIP_TOKENS, MASK_CHANNELS
@@ -54,15 +53,6 @@ class ImageChannelsWanModel(WanModel):
         x = torch.cat([x_t, mask, image], 1)
         inputs = (x, time, cond["text"], *([cond["clip"]] if self.network.config.image_dim else []))
         return self.network(*inputs, return_dict=False)[0].float()
-
-    def layer_kind(self, layer: str) -> str:
-        is_clip = "image_embedder." in layer or layer.endswith(("add_k_proj", "add_v_proj"))
-        return "clip" if is_clip else super().layer_kind(layer)
-
-    def pass_size(self, x: Latents, time: Tensor, text: Tensor, clip: Tensor | None = None) -> PassSize:
-        size, seen = super().pass_size(x, time, text), 0 if clip is None else clip.shape[1]
-        attention = 4 * self.feature_size * len(self.blocks) * size.tokens * seen
-        return PassSize(size.tokens, {**size.rows, "clip": len(x) * seen}, size.attention + attention)
 
     def example(
         self, shape: Shape | None = None, samples: int = 1, text_tokens: int = 4

@@ -1,6 +1,5 @@
 """Wan's transformer as a `VideoModel`: Wan2.1 and Wan2.2 T2V, and the tiny world in the same layout."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample, widest
-from unified_trainer.models.base import PassSize, Shape
+from unified_trainer.models.base import Shape
 from unified_trainer.models.diffusers_model import DiffusersModel
 from unified_trainer.models.wan.attention import joined_inputs, set_attention
 from unified_trainer.models.wan.ulysses import SharedTokens
@@ -49,25 +48,6 @@ class WanModel(DiffusersModel):
         time = network_time(sigma, x_t)
         x_t = self._shared.whole_gradient(x_t) if self._shared else x_t
         return self.network(x_t, time, cond["text"], return_dict=False)[0].float()
-
-    def layer_kind(self, layer: str) -> str:
-        if layer == "proj_out":
-            return "output"
-        if layer.startswith("condition_embedder."):
-            return "text" if "text_embedder" in layer else "times"
-        return "text keys" if ".attn2.to_k" in layer or ".attn2.to_v" in layer else "tokens"
-
-    def pass_size(self, x: Latents, time: Tensor, text: Tensor) -> PassSize:
-        tokens = math.prod(x.shape[2:]) // math.prod(self.network.config.patch_size)
-        return self._size(x, time, text, tokens, pairs=tokens * tokens, text_keys=text.shape[1])
-
-    def _size(self, x: Latents, time: Tensor, text: Tensor, tokens: int, *, pairs: int, text_keys: int) -> PassSize:
-        """Size of a pass with `tokens` a sample, `pairs` of query and key, and `text_keys` computed and not cached."""
-        count, texts = len(x), text.shape[1]
-        rows = {"tokens": count * tokens, "output": count * tokens, "times": time.numel()}
-        rows |= {"text": count * texts, "text keys": count * text_keys}
-        attention = 4 * self.feature_size * len(self.blocks) * count * (pairs + tokens * texts)
-        return PassSize(count * tokens, rows, attention)
 
     @property
     def blocks(self) -> Sequence[nn.Module]:

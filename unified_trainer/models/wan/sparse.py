@@ -6,6 +6,7 @@ has none, and opens with gates of zero.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Latents
 from unified_trainer.models.adapter_file import AdapterFile
-from unified_trainer.models.base import PassSize
 from unified_trainer.models.folder import WEIGHTS, check_component, check_new_layers, outline
 from unified_trainer.models.sparse_attention import (
     Fine,
@@ -96,12 +96,6 @@ class SparseWanModel(FirstFrameWanModel):
         super().share_tokens(mesh)
         self._set_attention()
 
-    def pass_size(self, x: Latents, time: Tensor, text: Tensor) -> PassSize:
-        grid = self._grid(x)
-        tokens = grid[0] * grid[1] * grid[2]
-        pairs = self._config.pairs(grid, self.share)
-        return self._size(x, time, text, tokens, pairs=pairs, text_keys=text.shape[1])
-
     def _set_attention(self) -> None:
         set_attention(self.network.blocks)
         for block in self.network.blocks:
@@ -115,7 +109,9 @@ class SparseWanModel(FirstFrameWanModel):
 
     def _tile(self, _network: nn.Module, inputs: Sequence[Any]) -> None:
         x = inputs[0]
-        self._tiles = Tiles.of(self._config, self._grid(x), self.share).to(x.device)
+        grid = self._grid(x)
+        self._tiles = Tiles.of(self._config, grid, self.share).to(x.device)
+        self.pass_share = {"attn1": Fraction(*(self._config.pairs(grid, share) for share in (self.share, 0.0)))}
 
     def _with_tiles(self, _block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Give a block's attention the tiles of the pass, which a later recomputation of the block then has too."""

@@ -16,9 +16,10 @@ import torch
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.models import hub
-from unified_trainer.models.base import EXPERTS, Family, PassSize, Shape
+from unified_trainer.models.base import EXPERTS, Family, Shape
 from unified_trainer.models.blueprint import Blueprint
 from unified_trainer.models.image_latents import image_latent_shape, video_latent_shape
+from unified_trainer.models.pass_flops import PassCount
 from unified_trainer.run.registry import family_named, family_of
 from unified_trainer.run.settings.config import RunConfig, load_recipe
 from unified_trainer.tools.plan.flops import decode_flops, encode_flops
@@ -29,7 +30,7 @@ from unified_trainer.tools.plan.network_size import (
     NetworkSize,
     frozen_config,
     outline_of,
-    pass_size,
+    plain_pass,
     size_of,
 )
 
@@ -165,9 +166,9 @@ class Architecture:
     def size(self) -> NetworkSize:
         return replace(size_of(self.kind, self.config), gates=self.gates)
 
-    def pass_size(self, shape: Shape) -> PassSize:
-        """Return the size of a pass over one sample whose latents have this shape."""
-        return pass_size(self.kind, self.config, shape, self.text_tokens)
+    def plain_pass(self, shape: Shape) -> PassCount:
+        """Return the FLOPs of a forward pass over one sample whose latents have this shape."""
+        return plain_pass(self.kind, self.config, shape, self.text_tokens)
 
     @property
     def heads(self) -> int:

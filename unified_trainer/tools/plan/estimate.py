@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.data.prompts import prompts_of, training_captions
 from unified_trainer.methods.rl.rollout_config import RolloutConfig
-from unified_trainer.models.base import PassSize, Shape
+from unified_trainer.models.base import Shape
+from unified_trainer.models.pass_flops import PassCount
 from unified_trainer.parallel.device import CARD_KIND
 from unified_trainer.parallel.meter import Pass
 from unified_trainer.roles.blocks import may_compile
@@ -25,7 +27,7 @@ from unified_trainer.tools.plan.cost import Work, decode_work, pass_work, score_
 from unified_trainer.tools.plan.flops import PassFLOPs, pass_flops
 from unified_trainer.tools.plan.hardware import NODE, Hardware
 from unified_trainer.tools.plan.memory import BF16, FP32, Memory, Sizes, held_networks, memory_of, recompute_of, seat_of
-from unified_trainer.tools.plan.rehearsal import HEAD, TEXT_TOKENS, Counts, paths_of, rehearse
+from unified_trainer.tools.plan.rehearsal import Counts, paths_of, rehearse
 
 STEPS = 5  # training steps of a rehearsal of a method with one update a step; others are rehearsed for one
 
@@ -286,7 +288,7 @@ def _flops(call: Pass, sizes: Sizes, counts: Counts) -> PassFLOPs:
     compile = sizes.run.roles[method_named(sizes.run.method).roles[name].copy_of or name].compile
     flops = pass_flops(
         model.size,
-        _pass_size(call, sizes, counts, shape),
+        _forward(call, sizes, counts, shape),
         rank=rank,
         repeated=repeated if trained else 0.0,
         to_features=call.to_features,
@@ -295,28 +297,25 @@ def _flops(call: Pass, sizes: Sizes, counts: Counts) -> PassFLOPs:
     return flops.times(call.samples)
 
 
-def _pass_size(call: Pass, sizes: Sizes, counts: Counts, shape: Shape) -> PassSize:
-    """Return the size of a pass of the rehearsal over one sample at the real sizes.
+def _forward(call: Pass, sizes: Sizes, counts: Counts, shape: Shape) -> PassCount:
+    """Return the FLOPs of a pass of the rehearsal, forward over one sample at the real sizes.
 
-    The pairs of query and key are as many frames' as in the rehearsal, or those that sparse attention keeps. Keys of
-    the text may be cached, and every token may have a noise level of its own.
+    It computes the share of a plain pass that the rehearsal's did, or the pairs that sparse attention keeps. Where
+    every token has a noise level, the layers that see one row a sample see one a token.
     """
     name, _ = seat_of(counts, call)
     model, (_, frames, high, wide) = sizes.models[name], shape
-    whole, sparse = model.pass_size(shape), counts.plans[name].config.sparse
+    plain, sparse, share = model.plain_pass(shape), counts.plans[name].config.sparse, call.share
     if sparse.share:
         _, height, width = model.transformer["patch_size"]
         pairs = sparse.pairs((frames, high // height, wide // width), sparse.share)
-    else:
-        seen = call.attention // (4 * HEAD * call.samples) - frames * TEXT_TOKENS
-        pairs = whole.tokens**2 * seen // frames**2
-    rows = dict(whole.rows)
-    if not call.rows["text keys"]:
-        rows |= {"text keys": 0}
-    if call.rows["times"] != call.samples:
-        rows |= {"times": whole.tokens}
-    attention = whole.attention + 4 * model.size.width * model.size.layers * (pairs - whole.tokens**2)
-    return PassSize(whole.tokens, rows, attention)
+        share = {"attn1": Fraction(pairs, plain.tokens**2)}
+    _, times, *_ = call.inputs  # latents, times and text of a Wan
+    if len(times) == 2:
+        once = {name: 2 * matrix.weights for name, matrix in model.size.matrices.items()}
+        parts = (p.times(plain.tokens if p.products == once.get(p.module) else 1) for p in plain.parts)
+        plain = replace(plain, parts=tuple(parts))
+    return plain.scaled(share)
 
 
 def _sent(counts: Counts, sizes: Sizes) -> tuple[float, float]:

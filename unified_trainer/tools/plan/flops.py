@@ -5,7 +5,7 @@ row. Elementwise work has no FLOPs; it has traffic, the bytes that it reads and 
 """
 
 import functools
-import itertools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,13 +15,14 @@ from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from unified_trainer.models.base import PassSize
-from unified_trainer.tools.plan.network_size import CodecKind, Config, NetworkSize, frozen_config, thawed
+from unified_trainer.models.pass_flops import PassCount
+from unified_trainer.tools.plan.network_size import CodecKind, Config, Matrix, NetworkSize, frozen_config
 
 # Bytes of elementwise work in a block's forward pass in bf16, for each token: a factor of the width and one of the
 # feed-forward width. Eager: counted operation by operation (`tests/tools/plan/test_flops.py`) in a block of Wan. Fused:
 # every norm, rotary embedding, gate and activation reads its inputs and writes its result once.
 EAGER, FUSED = (353, 4), (42, 4)
+NO_MATRIX = Matrix(weights=1, outputs=0, adapted=0)
 BACKWARD = 2  # assumed: traffic of a backward pass over that of its forward pass
 
 
@@ -53,14 +54,14 @@ class PassFLOPs:
 
 def pass_flops(
     size: NetworkSize,
-    passed: PassSize,
+    passed: PassCount,
     *,
     rank: int = 0,
     repeated: float = 0.0,
     to_features: bool = False,
     fused: bool = False,
 ) -> PassFLOPs:
-    """Return the FLOPs of one pass over one sample, whose rows and attention `passed` has.
+    """Return the FLOPs of one pass over one sample, of its forward pass `passed` without an adapter.
 
     With `rank` an adapter of that rank is trained, and the matrices are not: that halves their backward pass.
     `repeated` is the share of the blocks that the backward pass computes again as a whole; selective recomputation
@@ -68,74 +69,49 @@ def pass_flops(
     middle one, and its backward pass begins there. `fused` is for compiled blocks.
     """
     layers = size.layers_to_features if to_features else size.layers
-    attention = passed.attention * layers / size.layers
-    products = blocks = adapter = behind = 0.0
-    for matrix in size.matrices:
-        if to_features and matrix.behind:
+    forward = backward = blocks = attention = ffn = 0.0
+    for part in passed.parts:
+        if layers <= part.block < size.layers:
             continue
-        rows = 2.0 * passed.rows[matrix.kind]
-        products += rows * matrix.weights
-        blocks += rows * matrix.weights if matrix.in_block else 0.0
-        adapter += rows * matrix.adapted * rank
-        behind += rows * matrix.weights if matrix.kind == "output" else 0.0
+        matrix = size.matrices.get(part.module, NO_MATRIX)
+        rows = part.products / (2 * matrix.weights)
+        trained = part.attention + 2 * rows * matrix.adapted * rank
+        forward += part.products + trained
+        attention += part.attention
+        if part.block < layers or not to_features:
+            backward += (1 if rank else 2) * part.products + 2 * trained
+        if 0 <= part.block < layers:
+            blocks += part.products + trained
+            ffn = max(ffn, matrix.outputs if rows >= passed.tokens else 0)
     gates = 2.0 * layers * size.gates * passed.tokens * size.width**2
-    in_blocks = {matrix.kind for matrix in size.matrices if matrix.in_block}
-    rows = sum(passed.rows[kind] for kind in ("tokens", "text") if kind in in_blocks)
     factors = FUSED if fused else EAGER
     return PassFLOPs(
-        forward=products + attention + adapter + gates,
-        backward=(1 if rank else 2) * (products - (behind if to_features else 0)) + 2 * (attention + adapter + gates),
-        recompute=repeated * (blocks + attention + adapter + gates),
+        forward=forward + gates,
+        backward=backward + 2 * gates,
+        recompute=repeated * (blocks + gates),
         attention=attention,
         flash=0.5 * attention,
-        traffic=layers * rows * (size.width * factors[0] + size.ffn * factors[1]),
+        traffic=layers * passed.elements * (factors[0] + factors[1] * ffn / size.width),
     )
 
 
 def decode_flops(codec: CodecKind, vae: Mapping[str, Any], frames: int, height: int, width: int) -> float:
-    """Return the FLOPs of a VAE's decoder over latents of this size.
-
-    Wan's, which Qwen-Image's is too, is counted in closed form, others by torch on tensors without memory.
-    """
-    if codec.vae_class in (AutoencoderKLWan, AutoencoderKLQwenImage):
-        return _decode_flops_of_wan(vae, frames, height, width)
-    return _counted_decode_flops(codec, frozen_config(vae), frames, height, width)
+    """Return the FLOPs of a VAE's decoder over latents of this size."""
+    count = functools.partial(_counted_decode_flops, codec, frozen_config(vae), height=height, width=width)
+    if frames <= 4 or codec.vae_class not in (AutoencoderKLWan, AutoencoderKLQwenImage):
+        return count(frames=frames)
+    return count(frames=3) + (frames - 3) * (count(frames=4) - count(frames=3))  # from the third on, all take as many
 
 
 @functools.lru_cache(maxsize=64)
-def _counted_decode_flops(codec: CodecKind, vae: Config, frames: int, height: int, width: int) -> float:
+def _counted_decode_flops(codec: CodecKind, vae: Config, *, frames: int, height: int, width: int) -> float:
     with torch.device("meta"):
-        network = codec.vae_class.from_config(thawed(vae)).eval()
+        network = codec.vae_class.from_config(json.loads(vae)).eval()
         mean, _ = codec.statistics(network.config)
         latents = torch.zeros(1, len(mean), frames, height, width)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         codec.decoded(network, codec.of_video(latents))
     return float(counter.get_total_flops())
-
-
-def _decode_flops_of_wan(vae: Mapping[str, Any], frames: int, height: int, width: int) -> float:
-    """Return the FLOPs of the convolutions, without attention.
-
-    The first latent frame becomes one frame and every other one four.
-    """
-    whole = {"base_dim": 96, "z_dim": 16, "dim_mult": (1, 2, 4, 4), "num_res_blocks": 2, "out_channels": 3, **vae}
-    base, residual = whole.get("decoder_base_dim") or whole["base_dim"], whole.get("is_residual", False)
-    times = [*whole.get("temperal_downsample", (False, True, True))][::-1]
-    widths = [base * factor for factor in (whole["dim_mult"][-1], *reversed(whole["dim_mult"]))]
-    pixels, total = frames * height * width, 0.0
-    total += pixels * 27 * (whole["z_dim"] * widths[0] + 4 * widths[0] ** 2)  # the first convolution and the middle
-    for i, (before, after) in enumerate(itertools.pairwise(widths)):
-        before = before // 2 if i and not residual else before
-        total += pixels * 27 * (before * after + (2 * whole["num_res_blocks"] + 1) * after**2)
-        if i + 2 == len(widths):
-            continue
-        if times[i]:
-            total += pixels * 3 * 2 * after**2
-            frames = 2 * frames - 1
-        height, width = 2 * height, 2 * width
-        pixels = frames * height * width
-        total += pixels * 9 * after * (after if residual else after // 2)
-    return 2 * (total + pixels * 27 * widths[-1] * whole["out_channels"])
 
 
 @functools.lru_cache(maxsize=16)
@@ -144,7 +120,7 @@ def encode_flops(codec: CodecKind, encoders: tuple[Config, ...], tokens: tuple[i
     total = 0.0
     for kind, config, count in zip(codec.text_classes, encoders, tokens, strict=True):
         with torch.device("meta"):
-            encoder = codec.text_layers(kind(kind.config_class.from_dict(thawed(config))))
+            encoder = codec.text_layers(kind(kind.config_class.from_dict(json.loads(config))))
         layers = (layer for layer in encoder.modules() if isinstance(layer, nn.Linear))
         total += 2.0 * count * sum(layer.weight.numel() for layer in layers)
     return total

@@ -85,7 +85,7 @@ class Sizes:
     @property
     def frame_tokens(self) -> int:
         """Tokens of one latent frame, on average."""
-        return self.models["student"].pass_size(self.latent).tokens // self.latent[1]
+        return self.models["student"].plain_pass(self.latent).tokens // self.latent[1]
 
     @property
     def latent_bytes(self) -> int:

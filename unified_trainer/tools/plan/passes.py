@@ -5,6 +5,7 @@ the kernels of a CPU; those of other devices keep the same tensors, apart from s
 """
 
 import functools
+import json
 from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone, hold_in_bf16
 from unified_trainer.roles.recompute import Recompute
 from unified_trainer.roles.role import Frozen, Precision, RoleConfig, Trainable, TrainableConfig
-from unified_trainer.tools.plan.network_size import CodecKind, Config, ModelKind, laid_out, size_of, thawed, with_layers
+from unified_trainer.tools.plan.network_size import CodecKind, Config, ModelKind, laid_out, size_of, with_layers
 from unified_trainer.tools.plan.tracing import LiveBytes, quiet_norms
 
 FEW = 1  # blocks of each kind that are traced
@@ -78,7 +79,7 @@ def pass_bytes(
     trace = functools.partial(
         _trace, network, latent=latent, text_tokens=text_tokens, samples=samples, gradient=gradient, fresh=fresh
     )
-    if "num_layers" not in dict(network.config):
+    if "num_layers" not in json.loads(network.config):
         return PassBytes(*trace(range(network.layers)))
     kinds = size_of(network.kind, network.config).kinds
     count = RECOMPUTED if gradient and network.recompute.full else FEW
@@ -204,7 +205,7 @@ def _decoded(codec: CodecKind, vae: Config, latent: Shape, *, half: bool, gradie
     than on fake tensors of a CPU.
     """
     with torch.device("meta"):
-        network = codec.vae_class.from_config(thawed(vae))
+        network = codec.vae_class.from_config(json.loads(vae))
     dtype = torch.bfloat16 if half else torch.float32
     nn.Module.to(network, dtype)  # here, where it copies nothing; diffusers' own warns of modules kept in float32
     network.eval().requires_grad_(False)

@@ -1,0 +1,61 @@
+"""The rule by which a pipeline guides: what its scheduler is given, compared with rules that are known."""
+
+from itertools import permutations
+from typing import Any
+
+from PIL import Image as Picture
+from torch import Tensor
+
+from unified_trainer.models.pipeline.calls import Pipeline, Seen, same, stacked
+from unified_trainer.models.pipeline.facts import Place, Rule, Size
+
+SCALE = 3.0
+NEGATIVE = "a dog"
+
+
+def rule_of(
+    pipeline: Pipeline, prompt: str, size: Size, image: Picture.Image, *, sign: float, output: Place | None
+) -> tuple[Rule, float]:
+    """Return the rule, and by how much our scale is larger than the pipeline's.
+
+    Ours is w of uncond + w (cond - uncond); pipelines that write cond + s (cond - uncond) have s = w - 1.
+    """
+    seen = _guided(pipeline, prompt, size, image)
+    each = len(seen.inputs) // len(seen.steps)  # calls of the network in a step
+    made = [stacked(x).double() * sign for x in seen.outputs[:each]]
+    if output:
+        made = [x.narrow(output[0], 0, output[1]) for x in made]
+    given = stacked(seen.steps[0][0]).double()
+    rows = [x.reshape(-1, *given.shape[1:]) for x in made]
+    passes = list(rows[0].split(len(given))) if each == 1 else rows
+    if len(passes) == 1:
+        return "plain", 0.0  # it has no guidance by two passes
+    for cond, uncond in permutations(passes[:2], 2):
+        for more in (0.0, 1.0):
+            guided = uncond + (SCALE + more) * (cond - uncond)
+            if same(guided, given):
+                return "plain", more
+            if same(with_norm(guided, cond), given):
+                return "norm", more
+    return "unknown", 0.0
+
+
+def with_norm(guided: Tensor, cond: Tensor) -> Tensor:
+    """Return `guided` with the norms that `cond` has along the last axis of the pipeline's own latents."""
+    return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+
+
+def _guided(pipeline: Pipeline, prompt: str, size: Size, image: Picture.Image) -> Seen:
+    """Call the pipeline with guidance."""
+    options: dict[str, Any] = {"negative_prompt": NEGATIVE} if "negative_prompt" in pipeline.names else {}
+    guider = pipeline.pipe.components.get("guider")
+    if guider is not None:
+        pipeline.pipe.guider = type(guider)(guidance_scale=SCALE)
+    scale = next((name for name in ("true_cfg_scale", "guidance_scale") if name in pipeline.names), None)
+    if scale:
+        options[scale] = SCALE
+    try:
+        return pipeline.call([prompt], size, image, **options)
+    finally:
+        if guider is not None:
+            pipeline.pipe.guider = type(guider)(guidance_scale=1.0)
