@@ -92,7 +92,7 @@ def test_diffusers_samples_as_we_do(folder, table):
     noise = torch.randn(2, *batch.latent_shape, generator=torch.Generator().manual_seed(1))
     teacher = Frozen("teacher", Backbone(HUNYUAN15.model(folder, "transformer"), ALONE), RoleConfig())
     ours = generate(teacher, noise, batch, SAMPLER, lambda _: noise)
-    scheduler = euler_scheduler(SAMPLER, given=HUNYUAN15.given_levels)
+    scheduler = euler_scheduler(SAMPLER, given=HUNYUAN15.given_levels(Path()))
     pipeline = HunyuanVideo15ImageToVideoPipeline.from_pretrained(folder, scheduler=scheduler)
     pipeline.register_modules(guider=pipeline.guider.new(guidance_scale=SAMPLER.guidance_scale))
     given = {"negative_prompt": SAMPLER.negative_prompt}

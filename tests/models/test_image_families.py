@@ -134,7 +134,7 @@ class SoundCase(Case):
         if "latents" in given:
             held = parts(given.pop("latents"))
             given |= {"latents": held.video.flatten(2).transpose(1, 2), "audio_latents": held.sound * std + mean}
-        size = {"height": SIDES[0], "width": SIDES[1], **dict.fromkeys(self.family.guidance_arguments, scale)}
+        size = {"height": SIDES[0], "width": SIDES[1], **self.family.guidance(Path(), scale, EncoderConfig())}
         video, sound = pipeline(list(PROMPTS), **size, **self.options, **given, return_dict=False)
         if given["output_type"] != "latent":
             return video
@@ -217,7 +217,7 @@ CASES = {
         clips=False,
         packed=lambda x: x,
         unpacked=lambda x, *_: x,
-        options={"num_frames": 9, "max_sequence_length": LENGTH, **LTX2.no_guidance},
+        options={"num_frames": 9, "max_sequence_length": LENGTH},
     ),
 }
 
@@ -312,7 +312,7 @@ def test_diffusers_samples_as_we_do(case, folder, scale):
     batch = make_batch(codec, Request.of(PROMPTS), uncond, shape, prompt_ids=[0, 1], sample_ids=[0, 1])
     teacher = Frozen("teacher", Backbone(case.family.model(folder, "transformer"), ALONE), RoleConfig())
     ours = generate(teacher, noise, batch, sampler, lambda _: noise)
-    scheduler = euler_scheduler(sampler, given=case.family.given_levels)
+    scheduler = euler_scheduler(sampler, given=case.family.given_levels(folder))
     pipeline = case.pipeline.from_pretrained(folder, scheduler=scheduler)
     given = {"negative_prompt": [sampler.negative_prompt] * 2, "num_inference_steps": 4, "latents": case.packed(noise)}
     latents = case.unpacked(case.sample(pipeline, scale, **given, output_type="latent"), *shape[2:])
@@ -629,7 +629,7 @@ def test_diffusers_samples_an_export_as_we_do(case, folder, prompts, data, tmp_p
         torch.testing.assert_close(picture, ours[1], rtol=0, atol=1 / 255)
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     about = json.loads((tmp_path / "out" / "unified_trainer.json").read_text())
-    given = dict.fromkeys(case.family.guidance_arguments, 3.0) | case.family.no_guidance
+    given = case.family.guidance(folder, 3.0, EncoderConfig())
     guidance = ", ".join(f"{name}={scale}" for name, scale in given.items())
     guidance = guidance if case.guidance else "the scale in guider/guider_config.json"
     assert f"num_inference_steps=3, {guidance} and the run's negative_prompt" in about["how"]

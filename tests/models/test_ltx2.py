@@ -128,8 +128,7 @@ def test_video_and_sound_are_those_of_the_pipeline(folders, name, scale):
         output_type="pt",
         max_sequence_length=LENGTH,
         return_dict=False,
-        **dict.fromkeys(LTX2.guidance_arguments, scale),
-        **LTX2.no_guidance,
+        **LTX2.guidance(folders[name], scale, EncoderConfig()),
     )
     torch.testing.assert_close(codec.decode(ours).transpose(1, 2), video, rtol=0, atol=1e-5)
     torch.testing.assert_close(codec.sound(ours), sound, rtol=0, atol=1e-5)

@@ -83,7 +83,7 @@ def test_diffusers_samples_as_we_do(folder, codec, batch):
     teacher = Frozen("teacher", Backbone(LTX.model(folder, "transformer"), ALONE), RoleConfig())
     ours = generate(teacher, noise, batch, SAMPLER, lambda _: noise)
     torch.testing.assert_close(ours[:, :, :1], image)
-    scheduler = euler_scheduler(SAMPLER, given=LTX.given_levels)
+    scheduler = euler_scheduler(SAMPLER, given=LTX.given_levels(Path()))
     pipeline = LTXImageToVideoPipeline.from_pretrained(folder, scheduler=scheduler)
     given = {"num_frames": FRAMES, "height": HEIGHT, "width": WIDTH, "max_sequence_length": 14}
     given |= {"num_inference_steps": 3, "guidance_scale": 3.0, "negative_prompt": [SAMPLER.negative_prompt] * 2}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -239,6 +239,11 @@ class SoundDecoder(Protocol):
         """Decode the sounds of videos, values in [-1, 1], without gradient."""
 
 
+def guided_by_scale(folder: Path, scale: float, config: EncoderConfig) -> Mapping[str, float]:
+    """Return the arguments of a pipeline whose call takes the scale alone."""
+    return {"guidance_scale": scale}
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family: how a pipeline folder of one diffusers class is opened, and what its configs say.
@@ -270,11 +275,14 @@ class Family:
     # (folder, latent shape) -> shapes, by name, of what `encode_images` makes of a sample's image, if files of encoded
     # clips hold it; empty where a clip's latents hold its first frame, and where the family takes no image
     image_tensors: Callable[[Path, Shape], Mapping[str, tuple[int, ...]]] = lambda folder, latent_shape: {}
-    # Whether the pipeline gives its scheduler the levels 1, (n - 1) / n, ... 1 / n before the shift; Wan's asks for n.
-    given_levels: bool = False
-    guidance_arguments: tuple[str, ...] = ("guidance_scale",)  # of the pipeline's call, which all have the scale
-    # arguments of its call that turn other kinds of guidance off
-    no_guidance: Mapping[str, float] = field(default_factory=dict)
+    # folder -> whether the pipeline gives its scheduler the levels 1, (n - 1) / n, ... 1 / n before the shift
+    given_levels: Callable[[Path], bool] = lambda folder: False
+    # (folder, scale w of uncond + w (cond - uncond), settings) -> the arguments of the pipeline's call that guide so
+    guidance: Callable[[Path, float, EncoderConfig], Mapping[str, float]] = guided_by_scale
+    # folder -> the recipe for models that no recipe was made for, and the size of videos that its pipeline names
+    general_recipe: Callable[[Path], tuple[str, Mapping[str, int]]] = lambda folder: ("", {})
+    # (folder, (frames, height, width) in pixels) -> what was learned about the pipeline, in words; "": nothing
+    describe: Callable[[Path, tuple[int, int, int]], str] = lambda folder, size: ""
     sound: bool = False  # whether latents hold a sound too, which is not read from clips
     # config of the component that has the guidance scale in place of the pipeline's call: a ClassifierFreeGuidance
     guider: str = ""

@@ -213,7 +213,7 @@ class Backbone:
         _network: nn.Module,
         inputs: tuple[Any, ...],
         named: Mapping[str, Any],
-        output: Tensor | tuple[Tensor, ...],
+        output: Any,  # a tensor, or a tuple that begins with one or a list of them
     ) -> None:
         """Count tokens and FLOPs of a pass, and the FLOPs of its backward pass when a gradient reaches its end.
 

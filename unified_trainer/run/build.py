@@ -81,6 +81,7 @@ class Built:
     counts: dict[str, int | str]  # of one training step's batch
     notes: tuple[str, ...]  # ranks and precision
     keep: Keep
+    learned: str  # about the student's pipeline
     stop_workers: Callable[[], None] | None = None  # of a run with workers
 
     def close(self) -> None:
@@ -135,8 +136,9 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None, mirror: Mirror
         validation=validation,
         summary=summary(plan.run, plan, roles, source) | _kernels(run, mesh) | places,
         counts=plan.counts,
-        notes=(*_notes(mesh, run), *encoded, *plan.notes),
+        notes=(*_notes(mesh, run), *encoded, *filter(None, (plan.learned, *plan.notes))),
         keep=plan.keep,
+        learned=plan.learned,
         stop_workers=workers.stop if workers is not None else None,
     )
 

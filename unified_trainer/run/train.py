@@ -128,7 +128,7 @@ def started(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[tuple[B
             initialised = trainer.init_from(run.init_from) if run.init_from and not start else ""
             if mirror is not None:
                 mirror.confirm()  # loading took long: who came at the same moment has written by now
-            unnoted = _note_settings(run, output, argv, start, mesh) if mesh.is_main else ""
+            unnoted = _note_settings(built, output, argv, start, mesh) if mesh.is_main else ""
             gone = f"warning: {metrics} is gone: its curves begin after step {start}"
             continued = f"continuing after step {start}" if start else "no checkpoint yet: from the beginning"
             lines = (
@@ -176,15 +176,16 @@ def _tracker(built: Built, output: Path, start: int, mesh: Mesh) -> Tracker:
         return Tracker(output, run.tracking, plain, run.steps, start, main, unvalidated=unvalidated)
 
 
-def _note_settings(run: RunConfig, output: Path, argv: Sequence[str], start: int, mesh: Mesh) -> str:
+def _note_settings(built: Built, output: Path, argv: Sequence[str], start: int, mesh: Mesh) -> str:
     """Write config.yaml, and how the run was started; return a warning if the second cannot be written."""
+    run = built.run
     if not (run.resume and run.validate_only):  # a look at a run leaves its settings as they are
         with writing(output / "config.yaml"):
             settings.save(run, output / "config.yaml")
     if not run.resume:
         remember_own(settings.flat(settings.plain(run)), {one.key: one for one in settings_of(run)}, output)
     try:
-        note_environment(output, argv, run.seed, start, mesh)
+        note_environment(output, argv, run.seed, start, mesh, built.learned)
     except OSError as error:
         return f"warning: {output / 'environment.jsonl'} cannot be written ({error})"
     return ""

@@ -53,6 +53,6 @@ HUNYUAN15 = Family(
     blueprint=Blueprint(model_class, Hunyuan15Codec, heads=heads_of),
     tokens=lambda folder, shape: math.prod(shape[1:]) // transformer_config(folder).patch_size ** 2,
     networks=networks,
-    given_levels=True,
+    given_levels=lambda folder: True,
     guider=GUIDER,
 )

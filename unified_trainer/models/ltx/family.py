@@ -18,7 +18,7 @@ LTX = Family(
     blueprint=Blueprint(lambda config: LtxModel, LtxCodec, heads=heads_of),
     images=lambda folder: (0, 1),  # one network for both
     tokens=lambda folder, shape: math.prod(shape[1:]),
-    given_levels=True,
+    given_levels=lambda folder: True,
     tile_unit=4 * SPACE,
     fps=FPS,
 )

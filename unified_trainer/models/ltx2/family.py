@@ -17,12 +17,13 @@ LTX2 = Family(
     latent_channels=lambda folder: transformer_config(folder).in_channels,
     latent_shape=latent_shape,
     tokens=lambda folder, shape: math.prod(of_video(shape)[1:]),
-    given_levels=True,
+    given_levels=lambda folder: True,
     tile_unit=4 * SPACE,
     fps=FPS,
     sound=True,
-    guidance_arguments=("guidance_scale", "audio_guidance_scale"),
-    no_guidance={
+    guidance=lambda folder, scale, config: {
+        "guidance_scale": scale,
+        "audio_guidance_scale": scale,
         "stg_scale": 0,
         "audio_stg_scale": 0,
         "modality_scale": 1,

@@ -1,6 +1,7 @@
 """Calls of a pipeline that are watched: what its network, its scheduler and its VAE are given."""
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -64,6 +65,17 @@ class _Stepped:
         return (self.prev_sample,)[place]
 
 
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Let no library warn about prompts that are longer than it takes: a probe's are, on purpose."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
 class Pipeline:
     """A pipeline of diffusers whose call is watched; guidance is off as `no_guidance` says."""
 
@@ -117,7 +129,7 @@ class Pipeline:
         given["num_inference_steps"] = STEPS if latents is None else 2
         seen, text = Seen(), prompts[0] if len(prompts) == 1 else list(prompts)
         try:
-            with torch.no_grad(), self._watched(seen, len(prompts) * samples, latents, stop=stop):
+            with torch.no_grad(), _silent(), self._watched(seen, len(prompts) * samples, latents, stop=stop):
                 self.pipe(prompt=text, generator=torch.Generator().manual_seed(1), **given)
         except _Reached:
             pass

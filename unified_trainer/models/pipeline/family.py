@@ -1,9 +1,12 @@
 """The family of all pipelines of diffusers that no other family opens."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.models.base import Family, Shape
+from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.pipeline.calls import SIZES
 from unified_trainer.models.pipeline.codec import PipelineCodec
 from unified_trainer.models.pipeline.known import known
 from unified_trainer.models.pipeline.model import PipelineModel
@@ -26,6 +29,30 @@ def networks(folder: Path) -> tuple[tuple[str, ...], float | None]:
     return tuple(known(folder).pipeline.networks), level if isinstance(level, float) else None
 
 
+def guidance(folder: Path, scale: float, config: EncoderConfig) -> Mapping[str, float]:
+    """Return the arguments of the call that guide with w; several pipelines write cond + (w - 1) (cond - uncond)."""
+    facts = known(folder).any()
+    given = dict(facts.no_guidance)
+    own = "true_cfg_scale" if "true_cfg_scale" in given else "" if facts.guidance else "guidance_scale"
+    if facts.guidance:  # the scale of the call is the one in the network
+        del given["guidance_scale"]
+        given |= {} if config.embedded_guidance is None else {"guidance_scale": config.embedded_guidance}
+    return given | ({own: scale - facts.more_guidance} if own in given else {})
+
+
+def general_recipe(folder: Path) -> tuple[str, Mapping[str, int]]:
+    """Return the recipe of images or of videos, and the size that the pipeline's call or its attributes name."""
+    pipeline = known(folder).pipeline
+    held, size = vars(pipeline.pipe), dict[str, int]()
+    if "default_sample_size" in held and isinstance(held["default_sample_size"], int):
+        size |= dict.fromkeys(("height", "width"), held["default_sample_size"] * held["vae_scale_factor"])
+    for name in SIZES.keys() & pipeline.names.keys():
+        given = pipeline.names[name].default
+        size |= {"frames" if name == "num_frames" else name: given} if isinstance(given, int) else {}
+    videos = bool({"num_frames", "frames"} & pipeline.names.keys())
+    return "general-videos" if videos else "general-images", size
+
+
 def pipeline_family(name: str) -> Family:
     """Return the family of a pipeline class of diffusers, which learns from the pipeline's own call."""
     return Family(
@@ -37,5 +64,8 @@ def pipeline_family(name: str) -> Family:
         tokens=lambda folder, shape: known(folder).of_shape(shape).features[2],
         networks=networks,
         images=images,
-        given_levels=True,
+        given_levels=lambda folder: known(folder).any().given_levels,
+        guidance=guidance,
+        general_recipe=general_recipe,
+        describe=lambda folder, size: str(known(folder).of_size(size)),
     )

@@ -73,7 +73,9 @@ class Known:
         return self.of_size((1 + (shape[1] - 1) * time, shape[2] * space, shape[3] * space))
 
 
-@functools.cache
+KNOWN: dict[Path, Known] = {}
+
+
 def known(folder: Path) -> Known:
     """Return what is known of a folder."""
-    return Known(folder)
+    return KNOWN.setdefault(folder, Known(folder))

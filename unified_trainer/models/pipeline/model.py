@@ -20,7 +20,7 @@ from unified_trainer.models.folder import outline
 from unified_trainer.models.pipeline.calls import stacked
 from unified_trainer.models.pipeline.facts import BEHIND, Facts, nested
 from unified_trainer.models.pipeline.guidance import with_norm
-from unified_trainer.models.pipeline.known import Known, known
+from unified_trainer.models.pipeline.known import KNOWN, Known, known
 from unified_trainer.models.pipeline.probe import blocks_of
 from unified_trainer.numerics.flow import guide
 
@@ -95,6 +95,10 @@ class PipelineModel(DiffusersModel):
         if facts.output:
             v = v.narrow(facts.output[0], 0, facts.output[1])
         return here.ours(v)
+
+    def save(self, folder: Path, component: str, dtype: torch.dtype, max_shard_size: str) -> None:
+        super().save(folder, component, dtype, max_shard_size)
+        KNOWN[folder] = self._known  # the folder is read again before the rest of its pipeline is written
 
     def guide(self, cond: Latents, uncond: Latents, guidance_scale: float | PerSample | PerFrame) -> Latents:
         """Return the guided velocity, by the pipeline's own rule where that is known."""

@@ -17,6 +17,8 @@ QWEN_IMAGE = Family(
     attention_heads=lambda folder: transformer_config(folder).num_attention_heads,
     blueprint=Blueprint(lambda config: QwenImageModel, QwenImageCodec, images=True, heads=heads_of),
     tokens=lambda folder, shape: math.prod(shape[1:]) // PATCH**2,
-    given_levels=True,
-    guidance_arguments=("true_cfg_scale",),  # in effect with a negative prompt, even an empty one
+    given_levels=lambda folder: True,
+    guidance=lambda folder, scale, config: {
+        "true_cfg_scale": scale
+    },  # in effect with a negative prompt, even an empty one
 )

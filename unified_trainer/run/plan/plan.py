@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.requests import Request
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.row_kinds import Shape
@@ -43,7 +42,8 @@ from unified_trainer.run.plan.sparse import check_sparse
 from unified_trainer.run.registry import family_of, method_named
 from unified_trainer.run.settings.batch import batch_of, check_buffer, sizes, with_fitting_batch
 from unified_trainer.run.settings.command_line import replaced_by_checkpoint
-from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe, recipes
+from unified_trainer.run.settings.config import ConfigError, RunConfig, recipes
+from unified_trainer.run.settings.fitting import fits, general_recipe, recipe_to_add
 from unified_trainer.run.tracking.external import check_tracking
 from unified_trainer.run.tracking.rollouts import check_rollouts
 from unified_trainer.run.validation.real_clips import check_distances
@@ -85,6 +85,11 @@ class RunPlan:
         return {flag.removeprefix(SETS): file.requests for flag, file in files if flag.startswith(SETS)}
 
     @property
+    def learned(self) -> str:
+        """What was learned about the student's pipeline, in words; "" where its family knows it."""
+        return described(self.run, self.family, self.folder)
+
+    @property
     def scores_here(self) -> bool:
         """Whether the training processes score samples, in training or in validations."""
         validates = self.run.validate_every > 0 and not self.run.rollouts.evaluation_workers
@@ -100,6 +105,11 @@ class RunPlan:
             inputs[f"{name}.path"] = files_in_words(files)
         inputs |= {flag.removeprefix("--"): _in_words(file.requests) for flag, file in self.prompts.items()}
         return inputs | self.clips.in_words()
+
+
+def described(run: RunConfig, family: Family, folder: Path) -> str:
+    """Return what was learned about a folder's pipeline at the run's size; "" where its family knows it."""
+    return family.describe(folder, (run.video.frames, run.video.height, run.video.width))
 
 
 def _in_words(requests: tuple[Request, ...]) -> str:
@@ -318,23 +328,11 @@ def check_complete(run: RunConfig) -> None:
         raise ConfigError(f"--method {run.method} with recipe {run.recipe} needs {', '.join(missing)}")
 
 
-def recipe_to_add(role: str, path: str) -> str:
-    """Say which flag adds a shipped recipe that was made for the model in a role's folder; "" if there is none."""
-    fitting = [f"--recipe {recipe}" for recipe in recipes() if fits(recipe, role, path)]
-    return f"add {' or '.join(fitting)}, made for this model" if fitting else ""
-
-
-def fits(recipe: str, role: str, path: str) -> bool:
-    """Return whether a recipe was made for the model in a role's folder, by the configs of its networks."""
-    family, folder = family_of(role, path)
-    components, _ = family.networks(folder)
-    model = {"networks": len(components)} | read_json(folder / components[0] / "config.json")
-    return load_recipe(recipe).get("fits", {}).items() <= model.items()
-
-
 def _misfit(run: RunConfig, method: type[Method]) -> str:
     """Return a warning for a recipe that was made for another model than the student's."""
     path = role_path(run, method, "student")
     if run.resume or fits(run.recipe, "student", path):
         return ""
+    if run.recipe == general_recipe("student", path)[0]:
+        return f"recipe {run.recipe}: no recipe was made for {path}; look at its settings"
     return f"warning: recipe {run.recipe} was made for another model than {path}; look at its settings"

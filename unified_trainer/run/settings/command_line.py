@@ -33,6 +33,7 @@ from unified_trainer.run.settings.config import (
     recipes,
     run_class,
 )
+from unified_trainer.run.settings.fitting import default_recipe
 from unified_trainer.run.settings.flags import UnknownFlagError, apply, split, words_of
 from unified_trainer.run.settings.settings import Setting, settings_of
 
@@ -138,8 +139,10 @@ def before_flags(argv: Sequence[str]) -> RunConfig:
     with run_paths.naming_origin(sources.run, "Call from the folder that has it"):
         run = run_class(method_named(name))()
     _ask(run, argv, received, sources.run)  # also about the settings of the user's own method
-    if not recipe and (recipe := _default_recipe(argv, saved, run)):
-        sections = load_recipe(recipe)
+    size: Mapping[str, int] = {}
+    if not recipe:
+        recipe, size = _default_recipe(argv, saved, run)
+        sections = load_recipe(recipe) if recipe else {}
     sampler = trained_sampler(sources.init_from) if sources.init_from and not sources.resumed else None
     fits, rolled_out = _divided(sampler or {})
     settings = _without_other_path(merged(sections.get("common", {}), sections.get(name, {})), _given(argv, saved))
@@ -148,6 +151,7 @@ def before_flags(argv: Sequence[str]) -> RunConfig:
     layers = {
         f"--init-from {sources.init_from}, its chunks": rolled_out,
         f"recipe {recipe}": {**settings, "method": name, "recipe": recipe},
+        "the size that the pipeline names": {"video": size},
         f"--init-from {sources.init_from}": fits,
         str(sources.saved): saved,
     }
@@ -195,10 +199,13 @@ def _ask(run: RunConfig, argv: Sequence[str], received: Mapping[str, Mapping[str
     border.ask_about(settings, _known(_with_named(run, dict.fromkeys(settings))), origins, folder)
 
 
-def _default_recipe(argv: Sequence[str], saved: Mapping[str, Any], run: RunConfig) -> str:
-    """Return tiny, or "" where a role has a path of its own: the run's plan then asks for a recipe."""
+def _default_recipe(argv: Sequence[str], saved: Mapping[str, Any], run: RunConfig) -> tuple[str, Mapping[str, int]]:
+    """Return tiny, or a general recipe and the size that its student's pipeline names; "": the plan asks for one."""
     given = _given(argv, saved)
-    return "tiny" if {given.get(f"{role}.path", "") for role in run.roles} <= {"", "tiny"} else ""
+    if {given.get(f"{role}.path", "") for role in run.roles} <= {"", "tiny"}:
+        return "tiny", {}
+    student = str(given.get("student.path", ""))
+    return ("", {}) if student in ("", "tiny") or given.get("families") else default_recipe(student, given)
 
 
 def _given(argv: Sequence[str], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,10 +22,14 @@ PACKAGE = Path(__file__).parents[2]
 GIT_SECONDS = 10  # that git may take, on a slow file system
 
 
-def note_environment(folder: Path, argv: Sequence[str], seed: int, step: int, mesh: Mesh) -> None:
-    """Append one JSON object to environment.jsonl: the start of a run, or its continuation after `step` steps."""
+def note_environment(folder: Path, argv: Sequence[str], seed: int, step: int, mesh: Mesh, learned: str) -> None:
+    """Append one JSON object to environment.jsonl: the start of a run, or its continuation after `step` steps.
+
+    `learned` is what the student's pipeline was found to do; "" where its family knows it.
+    """
+    line = environment(argv, seed, step, mesh) | ({"pipeline": learned} if learned else {})
     with open(folder / ENVIRONMENT, "a", encoding="utf-8", opener=no_follow) as file:
-        file.write(json.dumps(environment(argv, seed, step, mesh), ensure_ascii=False) + "\n")
+        file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 def environment(argv: Sequence[str], seed: int, step: int, mesh: Mesh) -> dict[str, Any]:

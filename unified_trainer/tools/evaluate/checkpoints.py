@@ -20,10 +20,10 @@ from unified_trainer.run.checkpoint.manifest import (
     step_of,
     weights_digest,
 )
-from unified_trainer.run.plan.plan import recipe_to_add
 from unified_trainer.run.registry import family_of
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.config import RunConfig
+from unified_trainer.run.settings.fitting import recipe_to_add
 from unified_trainer.run.settings.flags import split
 from unified_trainer.tools.evaluate.served import ServedStudent, is_address
 from unified_trainer.tools.load_run import LoadedRole, load_folder, load_role

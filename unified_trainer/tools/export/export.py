@@ -145,7 +145,7 @@ def _write_published(loaded: LoadedRole, folder: Path) -> list[AdapterFile]:
 
 def _write_scheduler(loaded: LoadedRole, folder: Path) -> None:
     """Write the run's own scheduler, where diffusers has one."""
-    scheduler = euler_scheduler(loaded.run.sampler, given=loaded.family.given_levels)
+    scheduler = euler_scheduler(loaded.run.sampler, given=loaded.family.given_levels(loaded.base))
     if scheduler is not None:
         scheduler.save_pretrained(folder / "scheduler")
 
@@ -198,7 +198,7 @@ def _write_components(loaded: LoadedRole, folder: Path, how: Literal["link", "co
     """Write the rest of the pipeline; a scheduler that is written already is the run's own."""
     index = read_json(loaded.base / INDEX)
     index.pop("_name_or_path", None)  # a path on the machine that wrote the base
-    scheduler = euler_scheduler(loaded.run.sampler, given=loaded.family.given_levels)
+    scheduler = euler_scheduler(loaded.run.sampler, given=loaded.family.given_levels(loaded.base))
     if scheduler is not None:
         index["scheduler"] = ["diffusers", type(scheduler).__name__]
     if loaded.layout.boundary is not None:
@@ -219,7 +219,7 @@ def _about(loaded: LoadedRole, role: str, spec: str) -> dict[str, Any]:
     sampler, name = loaded.run.sampler, Spec.of(spec)
     if loaded.role.config.is_flow_map:
         how = "diffusers' own pipeline drops the layer by which a flow map reads the length of a step"
-    elif euler_scheduler(sampler, given=loaded.family.given_levels) is None:
+    elif euler_scheduler(sampler, given=loaded.family.given_levels(loaded.base)) is None:
         how = "diffusers has no scheduler for its sampler"
     else:
         alone = f"num_inference_steps={sampler.num_steps}, {_guidance(loaded)}"
@@ -241,12 +241,12 @@ def _about(loaded: LoadedRole, role: str, spec: str) -> dict[str, Any]:
 
 def _guidance(loaded: LoadedRole) -> str:
     """Write the guidance of a run as arguments of the family's diffusers pipeline."""
-    sampler, names = loaded.run.sampler, loaded.family.guidance_arguments
+    sampler, guidance = loaded.run.sampler, loaded.family.guidance
     if loaded.family.guider:
         return f"the scale in {loaded.family.guider} and the run's negative_prompt"
     if isinstance(sampler.guidance_scale, tuple):
         high, low = sampler.guidance_scale
-        return f"{names[0]}={high}, {names[0]}_2={low}"
+        return f"guidance_scale={high}, guidance_scale_2={low}"
     negative = "" if sampler.guidance_scale == 1 else " and the run's negative_prompt"
-    given = {**dict.fromkeys(names, sampler.guidance_scale), **loaded.family.no_guidance}
+    given = guidance(loaded.base, sampler.guidance_scale, loaded.run.encoders)
     return ", ".join(f"{name}={value}" for name, value in given.items()) + negative

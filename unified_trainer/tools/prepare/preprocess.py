@@ -26,10 +26,10 @@ from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.run.checkpoint.run_lock import claimed
 from unified_trainer.run.plan.data import check_sound, check_video
 from unified_trainer.run.plan.downloads import fetch_pipeline
-from unified_trainer.run.plan.plan import recipe_to_add
 from unified_trainer.run.registry import family_of
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.config import ConfigError, RunConfig
+from unified_trainer.run.settings.fitting import recipe_to_add
 from unified_trainer.run.settings.settings import RunFlags
 from unified_trainer.tools.output_folder import begin_output, check_output
 from unified_trainer.tools.prepare.clip_folder import ABOUT, SKIPPED, WHAT, ClipFolder, add_row, is_empty, summarise
