@@ -153,8 +153,8 @@ class PipelineCodec:
         known = {facts.latents, facts.time, facts.guidance, *facts.text, *facts.images}
         for name in {*given, *facts.constants} - known:
             value, held = facts.constants.get(name), behind if name == BEHIND else given.get(name)
-            if name in (facts.counted or ()):
-                value = value[: len(held)]
+            if name in (facts.counted or ()) and isinstance(held, Tensor):
+                value = facts.constants[name][: len(held)]
             if differ(value, held, row=name in facts.replicated):
                 raise UserError(
                     f"{self.folder}: {facts.pipeline} makes {name} of prompt {prompt!r}, not of others: "
