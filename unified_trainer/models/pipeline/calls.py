@@ -18,6 +18,7 @@ from unified_trainer.models.pipeline.facts import Size, flat
 
 STEPS = 4  # of a call: enough to tell a line from a curve
 OFF = {"guidance_scale": 1.0, "true_cfg_scale": 1.0, "guidance_rescale": 0.0, "stg_scale": 0.0}
+OFF |= {"use_resolution_binning": False}  # it makes a picture of another size, and scales it
 OFF |= {"enable_prompt_rewrite": False, "use_pe": False}  # a language model writes another prompt, by chance
 SIZES = {"num_frames": 0, "frames": 0, "height": 1, "width": 2}  # arguments of the call, and their place in a size
 PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt")
@@ -119,7 +120,6 @@ class Pipeline:
         """
         given: dict[str, Any] = dict(self.no_guidance)
         given |= {name: size[place] for name, place in SIZES.items() if name in self.names}
-        given |= {"use_resolution_binning": False} if "use_resolution_binning" in self.names else {}
         given |= {"image": image} if self.takes_image else {}
         given |= {name: samples for name in PER_PROMPT if name in self.names and samples > 1} | options
         given["output_type"] = "latent" if latents is None else "pt"
