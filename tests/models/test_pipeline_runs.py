@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
-from helpers import ALONE, flags
+from forked import program
+from helpers import ALONE, assert_one_training, assert_same, checkpoint_of, cut_off, flags, refused
 from pipelines.images import IMAGES
 from pipelines.videos import VIDEOS
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.requests import Request
+from unified_trainer.run.settings.command_line import parse
 from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.sample.sample import videos
 
@@ -89,3 +91,62 @@ def test_diffusers_samples_an_export_as_we_do(folder, tmp_path, name, scale):
     )[0]
     ours = ours[:, :, 0] if made.dim() == 4 else ours.transpose(1, 2)
     torch.testing.assert_close(made.float(), ours, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "rank"),
+    [
+        ("FluxPipeline", "dmd2", 0),
+        ("FluxPipeline", "dance_grpo", 2),
+        ("FluxPipeline", "dance_ppo", 2),
+        ("HunyuanVideoPipeline", "dmd2", 2),
+        ("HunyuanVideoPipeline", "dance_grpo", 0),
+    ],
+)
+def test_a_run_resumes_bit_for_bit(folder, tmp_path, name, method, rank):
+    """Also with recomputation: its weights are those of a run that keeps all activations."""
+    roles = {"dmd2": ("student", "critic"), "dance_ppo": ("student", "value")}.get(method, ("student",))
+    more = {f"{role}__adapter__rank": rank for role in roles}
+    more |= {f"{role}__activation-memory": "selective" for role in roles}
+    assert main(words(method, folder(name), tmp_path / "whole", **more)) == 0
+    first, whole = (checkpoint_of(tmp_path / "whole", step) for step in (1, 2))
+    for role in roles:
+        weights = [key for key in whole if key.startswith(f"{role}/weights/")]
+        assert weights and any(not torch.equal(first[key], whole[key]) for key in weights)
+    assert main(["--resume", str(cut_off(tmp_path / "whole", tmp_path / "half", 1))]) == 0
+    assert_same(checkpoint_of(tmp_path / "half", 2), whole)
+
+
+@pytest.mark.parametrize("memory", ["none", "full"])
+def test_recomputation_changes_no_weight(folder, tmp_path, memory):
+    ways = {"kept": memory, "again": "selective"}
+    for way, kept in ways.items():
+        more = {f"{role}__activation-memory": kept for role in ("student", "critic")}
+        assert main(words("dmd2", folder("FluxPipeline"), tmp_path / way, steps=1, **more)) == 0
+    assert_same(*(checkpoint_of(tmp_path / way, 1) for way in ways))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["FluxPipeline", "HunyuanVideoPipeline"])
+def test_two_ranks_share_the_weights(folder, tmp_path, name):
+    more = {"student__adapter__rank": 2, "critic__adapter__rank": 2, "parallel__shard": 1}
+    assert main(words("dmd2", folder(name), tmp_path / "one", **more)) == 0
+    given = words("dmd2", folder(name), tmp_path / "two", **more | {"parallel__shard": 2})
+    done = program("-m", "unified_trainer", *given, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert_one_training(tmp_path / "one", tmp_path / "two", 2)
+
+
+def test_a_general_recipe_gives_way_and_names_what_it_lacks(folder, tmp_path, capsys):
+    """The size is the pipeline's own, or it is asked for; `plan` says what was learned in place of an error."""
+    flux = words("dmd2", folder("FluxPipeline"), tmp_path / "run")
+    run = parse([word for word in flux if word not in ("--video.height", "--video.width", "32")])
+    pipeline = DiffusionPipeline.from_pretrained(folder("FluxPipeline"))
+    side = pipeline.default_sample_size * pipeline.vae_scale_factor
+    assert (run.recipe, run.video.frames, run.video.height, run.video.width) == ("general-images", 1, side, side)
+    assert parse(flux).video.height == 32
+    assert parse(words("dmd2", folder("HunyuanVideoPipeline"), tmp_path / "run")).recipe == "general-videos"
+    assert main(["plan", *flux]) == 0
+    said = capsys.readouterr().out
+    assert "latents: hidden_states [4, 64]" in said and "not counted for FluxPipeline" in said
+    assert "make" in refused(capsys, *flux, "--parallel.sequence", "2")

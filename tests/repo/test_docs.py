@@ -106,3 +106,14 @@ def test_metrics_of_the_troubleshooting_page_are_documented():
     named = {name for cell in cells for name in re.findall(r"`([a-z]+(?:[_/][a-z]+)+)`", cell)}
     settings = {"max_grad_norm"}
     assert len(named) > 15 and undocumented(named - settings) == []
+
+
+def test_the_number_of_pipelines_in_readme_is_that_of_the_rows_that_train():
+    """docs/models.md, which `make pipelines` writes."""
+    page = (REPO / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in page.splitlines()]
+    rows = [cells for cells in rows if re.match(r"`\w+Pipeline", cells[0])]
+    methods = ("dmd2", "dance_grpo", "diffusion_nft", "reward_gradient", "finetune")
+    trained = {re.findall(r"\w+", name)[0] for name, _, _, trained in rows if trained.startswith(methods)}
+    said = re.findall(r"(\d+) classes of diffusers [\d.]+ train", (REPO / "README.md").read_text(encoding="utf-8"))
+    assert trained and said == [str(len(trained))]

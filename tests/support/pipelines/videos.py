@@ -103,7 +103,7 @@ def wan(
         config = transformers.CLIPVisionConfig(projection_dim=8, **TOWER)
         parts |= {"image_encoder": getattr(transformers, tower)(config), "image_processor": clip_processor()}
     return kind(
-        tokenizer=t.t5_tokenizer(512),
+        tokenizer=t.t5_tokenizer(longest=512),
         text_encoder=t.t5_encoder(kind="umt5"),
         transformer=wan_network(network, **sizes),
         vae=vae(),
@@ -116,7 +116,7 @@ def helios(kind: type[d.DiffusionPipeline]) -> d.DiffusionPipeline:
     """A pipeline of Helios, whose network also reads the frames of before."""
     sizes = {"text_dim": t.WIDTH, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2, "rope_dim": (4, 4, 4)}
     return kind(
-        tokenizer=t.t5_tokenizer(512),
+        tokenizer=t.t5_tokenizer(longest=512),
         text_encoder=t.t5_encoder(kind="umt5"),
         transformer=d.HeliosTransformer3DModel(**HEADS, **sizes),
         vae=wan_vae(),

@@ -18,9 +18,10 @@ from unified_trainer.models.pipeline.facts import Size, flat
 
 STEPS = 4  # of a call: enough to tell a line from a curve
 OFF = {"guidance_scale": 1.0, "true_cfg_scale": 1.0, "guidance_rescale": 0.0, "stg_scale": 0.0}
-OFF |= {"use_resolution_binning": False}  # it makes a picture of another size, and scales it
+OFF |= {"use_resolution_binning": False, "_auto_resize": False}  # the size is what was asked for
 OFF |= {"enable_prompt_rewrite": False, "use_pe": False}  # a language model writes another prompt, by chance
 SIZES = {"num_frames": 0, "frames": 0, "height": 1, "width": 2}  # arguments of the call, and their place in a size
+IMAGES = ("image", "control_image")  # arguments of the call that may be a sample's condition image
 PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt")
 
 
@@ -82,7 +83,8 @@ class Pipeline:
         self.folder, self.pipe, self.networks, self.answers = folder, pipe, networks, answers
         self.names = inspect.signature(type(pipe).__call__).parameters
         self.no_guidance = {name: value for name, value in OFF.items() if name in self.names}
-        self.takes_image = "image" in self.names and self.names["image"].default is inspect.Parameter.empty
+        self.image = next((name for name in IMAGES if name in self.names), "")
+        self.takes_image = bool(self.image) and self.names[self.image].default is inspect.Parameter.empty
 
     def refuse(self, why: str) -> ProbeError:
         """Return the error of a pipeline that cannot be trained, which names it."""
@@ -120,7 +122,8 @@ class Pipeline:
         """
         given: dict[str, Any] = dict(self.no_guidance)
         given |= {name: size[place] for name, place in SIZES.items() if name in self.names}
-        given |= {"image": image} if self.takes_image else {}
+        given |= {"max_area": size[1] * size[2]} if "max_area" in self.names else {}
+        given |= {self.image: image} if self.takes_image else {}
         given |= {name: samples for name in PER_PROMPT if name in self.names and samples > 1} | options
         given["output_type"] = "latent" if latents is None else "pt"
         given["num_inference_steps"] = STEPS if latents is None else 2

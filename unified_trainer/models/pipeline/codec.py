@@ -149,15 +149,12 @@ class PipelineCodec:
     def _check_constants(self, given: Mapping[str, Any], prompt: str) -> None:
         """Raise UserError if this prompt changes an argument that was learned to follow from no prompt."""
         facts = self._facts
-        behind = given[facts.latents].narrow(*facts.behind(given[facts.latents])) if facts.channels else None
-        for name in {*given, *facts.constants} - {
-            facts.latents,
-            facts.time,
-            facts.guidance,
-            *facts.text,
-            *facts.images,
-        }:
+        behind = facts.behind(given[facts.latents]) if facts.channels else None
+        known = {facts.latents, facts.time, facts.guidance, *facts.text, *facts.images}
+        for name in {*given, *facts.constants} - known:
             value, held = facts.constants.get(name), behind if name == BEHIND else given.get(name)
+            if name in (facts.counted or ()):
+                value = value[: len(held)]
             if differ(value, held, row=name in facts.replicated):
                 raise UserError(
                     f"{self.folder}: {facts.pipeline} makes {name} of prompt {prompt!r}, not of others: "
@@ -180,7 +177,7 @@ class PipelineCodec:
         with self._calling(parts) as pipeline:
             given = pipeline.call([SHORT], facts.size, picture, stop=True).inputs[0]
         if facts.channels:
-            given[BEHIND] = given[facts.latents].narrow(*facts.behind(given[facts.latents]))
+            given[BEHIND] = facts.behind(given[facts.latents])
         return {name: first_row(given[name]).to(argument.dtype).cpu() for name, argument in facts.images.items()}
 
     # Latents

@@ -45,6 +45,7 @@ class Facts:
     text: Mapping[str, Argument]
     images: Mapping[str, Argument]  # what follows from a condition image; BEHIND is the channels behind the latents
     paired: bool  # whether prompts are encoded beside a long one, so that all are padded to one length
+    counted: tuple[str, ...] | None  # set: each sample is called alone, with so many items of these as its prompt
     constants: Mapping[str, Any]  # all other arguments; BEHIND may be one
     replicated: tuple[str, ...]  # those of them that have a row, or an item, for each sample
     scale: Tensor  # the VAE decodes scale x latents + shift, [c, 1, 1, 1] or [c, t, h, w]
@@ -59,10 +60,10 @@ class Facts:
     features: tuple[int | None, int, int]  # the middle block's output: its place in a tuple, channels and tokens
     no_guidance: Mapping[str, float]  # arguments of the call that turn guidance off
 
-    def behind(self, value: Tensor) -> tuple[int, int, int]:
-        """Return dimension, start and length of the channels behind the latents in the argument that holds both."""
+    def behind(self, value: Tensor) -> Tensor:
+        """Return the channels behind the latents in the argument that holds both."""
         dim, latents = self.channels or (1, value.shape[1])
-        return dim, latents, value.shape[dim] - latents
+        return value.tensor_split([latents], dim)[1]
 
     def __str__(self) -> str:
         """Return the facts in words."""
@@ -90,7 +91,7 @@ RULES = {
 
 
 def flat(arguments: Mapping[str, Any], samples: int) -> dict[str, Any]:
-    """Return arguments in which those that hold others, or tensors of all samples, are taken apart: "a/b" is a[b]."""
+    """Return arguments with those apart that hold others by name, or tensors of all samples: "a/b" is a[b]."""
     apart: dict[str, Any] = {}
     for name, value in arguments.items():
         if isinstance(value, Mapping) and value:

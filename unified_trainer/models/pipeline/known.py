@@ -37,8 +37,8 @@ class Known:
         try:
             facts = learn(pipeline, size)
         except ProbeError as error:
-            # an editing pipeline has an image by default None, and cannot be called so
-            if error.__cause__ is None or pipeline.takes_image or "image" not in pipeline.names:
+            # pipelines that need an image may have None by default, and cannot be called so
+            if error.__cause__ is None or pipeline.takes_image or not pipeline.image:
                 raise
             pipeline.takes_image = True
             try:

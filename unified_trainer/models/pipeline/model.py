@@ -2,7 +2,8 @@
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -67,13 +68,19 @@ class PipelineModel(DiffusersModel):
         """Predict the velocity by the call that was learned; times are slope w + offset, w = sigma without `warp`."""
         here = self._at(x_t)
         facts, count = here.facts, len(x_t)
+        if facts.counted is not None and count > 1:  # a padded prompt would be another one
+            return torch.cat([self.velocity(x_t[i : i + 1], sigma[i : i + 1], cond.take([i])) for i in range(count)])
         x = here.native(x_t.float())
         inputs = {name: _repeated(value, count, name in facts.replicated) for name, value in here.constants.items()}
         inputs |= {name: cond[name] for name in facts.images}
         for name, argument in facts.text.items():
             inputs[name] = cond[name].to(argument.dtype)
             if argument.listed:
-                inputs[name] = [row[:n] for row, n in zip(inputs[name], cond[name + ROWS].tolist(), strict=True)]
+                rows = cond[name + ROWS].tolist()
+                inputs[name] = [row[:n] for row, n in zip(inputs[name], rows, strict=True)]
+                if facts.counted is not None:
+                    inputs[name] = torch.stack(inputs[name])
+                    inputs |= {name: here.constants[name][: rows[0]] for name in facts.counted}
         if facts.channels:
             x = torch.cat([x, inputs.pop(BEHIND)], facts.channels[0])
         level = sigma.float().to(x.device, non_blocking=True)
@@ -99,6 +106,13 @@ class PipelineModel(DiffusersModel):
         if here.facts.rule != "norm":
             return guided
         return here.ours(with_norm(here.native(guided), here.native(cond)))
+
+    @contextmanager
+    def features(self, *, alone: bool = False) -> Iterator[list[Tensor]]:
+        if self._known.any().counted is not None:
+            raise UserError(f"{self._known.any().pipeline} calls its network with each sample alone, without features")
+        with super().features(alone=alone) as seen:
+            yield seen
 
     def _at(self, x_t: Latents) -> "_Moved":
         shape = (x_t.shape[1], x_t.shape[2], x_t.shape[3], x_t.shape[4])

@@ -1,6 +1,7 @@
 """A pipeline folder of diffusers, opened with networks without memory."""
 
 import inspect
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,7 @@ def open_pipeline(folder: Path) -> Pipeline:
     """Open a folder: networks answer without memory, everything else is read; UserError for what cannot be opened."""
     file = folder / "model_index.json"
     index, memory = read_json(file), WithoutMemory()
-    kind = component_class(file, "diffusers", index["_class_name"])
-    parts: dict[str, Any] = {}
+    kind, parts = component_class(file, "diffusers", index["_class_name"]), dict[str, Any]()
     classes = component_classes(folder)
     for name, value in index.items():
         if name not in classes and not name.startswith("_"):
@@ -54,20 +54,21 @@ def open_pipeline(folder: Path) -> Pipeline:
 def component_classes(folder: Path) -> dict[str, Any]:
     """Return the classes of a folder's components by name; UserError for one that is unknown."""
     index = read_json(file := folder / "model_index.json")
-    component_class(file, "diffusers", index["_class_name"])  # a pipeline's package may bring classes of its own
+    pipeline = component_class(file, "diffusers", index["_class_name"])
+    package = sys.modules[pipeline.__module__.rpartition(".")[0]]  # may bring classes that transformers hides
     return {
-        name: component_class(file, *value)
+        name: component_class(file, *value, package)
         for name, value in index.items()
         if not name.startswith("_")
         and (isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value))
     }
 
 
-def component_class(file: Path, library: str, name: str) -> Any:
+def component_class(file: Path, library: str, name: str, *homes: Any) -> Any:
     """Return the class of a component, of diffusers or transformers alone: what a folder names elsewhere is not run."""
-    homes: list[Any] = [transformers] if library == "transformers" else [diffusers]
-    homes += [vars(diffusers.pipelines)[library]] if library in vars(diffusers.pipelines) else []
-    for home in homes:
+    places = [transformers if library == "transformers" else diffusers, *homes]
+    places += [vars(diffusers.pipelines)[library]] if library in vars(diffusers.pipelines) else []
+    for home in places:
         if name in dir(home):
             return getattr(home, name)
     raise UserError(f"{file}: {library}.{name} is no class of diffusers {diffusers.__version__} or transformers")
@@ -79,7 +80,10 @@ def outline(kind: Any, folder: Path, *, buffers: bool = False) -> nn.Module:
         if issubclass(kind, diffusers.ModelMixin):
             network = kind.from_config(kind.load_config(folder))
         else:  # the masks of other kinds of attention depend on values
-            network = kind._from_config(read_pretrained(kind.config_class, folder), attn_implementation="eager")
+            config = read_pretrained(kind.config_class, folder)
+            if kind.__name__.endswith("Encoder") and "encoder" in config.sub_configs:
+                config = config.encoder
+            network = kind._from_config(config, attn_implementation="eager")
     for file in folder.glob("*.safetensors") if buffers else ():
         with safe_open(file, "pt") as held:
             names = set(held.keys())

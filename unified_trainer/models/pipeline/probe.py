@@ -58,6 +58,7 @@ def learn(pipeline: Pipeline, size: Size) -> Facts:
         text=arguments.text,
         images=arguments.images,
         paired=arguments.paired,
+        counted=arguments.counted,
         constants=arguments.constants,
         replicated=arguments.replicated,
         scale=vae.scale,
@@ -226,6 +227,7 @@ class _Arguments:
     text: Mapping[str, Argument]
     images: Mapping[str, Argument]
     paired: bool
+    counted: tuple[str, ...] | None
     constants: Mapping[str, Any]
     replicated: tuple[str, ...]
 
@@ -249,6 +251,8 @@ class _Arguments:
             name: value for name, value in long.items() if name not in first
         }
         paired = any(isinstance(first[name], Tensor) and first[name].shape != long[name].shape for name in rows)
+        if alone := paired and not _masked(pipeline, size, image):
+            paired = False
         if paired:
             first, long = (text_call(pipeline, prompt, size, image, paired=True).inputs[0] for prompt in (SHORT, LONG))
             short = one.inputs[0]
@@ -263,7 +267,7 @@ class _Arguments:
             raise pipeline.refuse("writes its image into the noisy latents")
         if place:
             for held in (first, long, seen):
-                held[BEHIND] = held[latents].narrow(place[0], place[1], held[latents].shape[place[0]] - place[1])
+                held[BEHIND] = held[latents].tensor_split([place[1]], place[0])[1]
             rows |= {BEHIND}
         others = {name: value for name, value in first.items() if name not in known}
         text = {name for name, value in others.items() if name in rows and differ(value, long.get(name), row=True)}
@@ -272,22 +276,22 @@ class _Arguments:
             raise pipeline.refuse("gives its network no argument that follows from the image")
         rows |= {name for name in from_image if isinstance(others[name], Tensor) and len(others[name]) == 1}
         if both := text & from_image:
-            raise pipeline.refuse(
-                f"makes {', '.join(sorted(both))} of prompt and image together, which are encoded apart"
-            )
-        for name in sorted({*others, *long} - known.keys() - rows):
+            raise pipeline.refuse(f"makes {', '.join(sorted(both))} of prompt and image, which are encoded apart")
+        items = {len(first_row(others[n])) for n in text if first_row(others[n]).shape != first_row(long[n]).shape}
+        counted = {
+            n for n in others.keys() - rows if alone and {_rows(others[n])} == items and _begins(others[n], long[n])
+        }
+        for name in sorted({*others, *long} - known.keys() - rows - counted):
             if name in from_image or differ(others.get(name), long.get(name)):
                 raise pipeline.refuse(f"gives its network {name}, which follows from the sample but has no row for it")
         fixed = {name: value for name, value in others.items() if name not in text | from_image}
         replicated = tuple(name for name in fixed if name in rows)
-        if paired and not any(_marks(others[name]) for name in text):
-            raise pipeline.refuse(
-                "pads prompts without a mask: a sample would depend on the other prompts of its batch"
-            )
+        fixed |= {name: long[name] for name in counted}
         return cls(
-            {name: _argument(others[name], long[name]) for name in others if name in text},
+            {name: _argument(others[name], long[name], alone) for name in others if name in text},
             {name: _argument(others[name], seen[name]) for name in others if name in from_image},
             paired,
+            tuple(sorted(counted)) if alone else None,
             {name: value[:1] if name in replicated else value for name, value in fixed.items()},
             replicated,
         )
@@ -299,9 +303,7 @@ def _check_steps(pipeline: Pipeline, seen: Seen, known: Mapping[str, Place | Non
     for later in seen.inputs[1:]:
         changed = [name for name in sorted({*first, *later} - known.keys()) if differ(first.get(name), later.get(name))]
         if place:
-            behind = [
-                x[latents].narrow(place[0], place[1], x[latents].shape[place[0]] - place[1]) for x in (first, later)
-            ]
+            behind = [x[latents].tensor_split([place[1]], place[0])[1] for x in (first, later)]
             changed += [BEHIND] if differ(*behind) else []
         if changed:
             raise pipeline.refuse(f"changes {', '.join(changed)} from step to step beside latents and time")
@@ -333,9 +335,20 @@ def _of_two(
     return two
 
 
-def _marks(value: Any) -> bool:
-    """Whether an argument marks tokens, or counts them."""
-    return isinstance(value, Tensor) and (not value.is_floating_point() or bool(((value == 0) | (value == 1)).all()))
+def _masked(pipeline: Pipeline, size: Size, image: Picture.Image) -> bool:
+    """Whether an argument marks or counts the tokens of a prompt that is padded beside a long one."""
+    short, long = (text_call(pipeline, prompt, size, image, paired=True).inputs[0] for prompt in (SHORT, LONG))
+    for name, value in short.items():
+        marks = isinstance(value, Tensor) and (
+            not value.is_floating_point() or bool(((value == 0) | (value == 1)).all())
+        )
+        if marks and differ(value, long.get(name)):
+            return True
+    return False
+
+
+def _begins(value: Any, longer: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and not differ(value, longer[: len(value)])
 
 
 def _rows(value: Any) -> int | None:
@@ -343,9 +356,9 @@ def _rows(value: Any) -> int | None:
     return len(value) if isinstance(value, (list, tuple)) or (isinstance(value, Tensor) and value.dim()) else None
 
 
-def _argument(value: Any, longest: Any) -> Argument:
+def _argument(value: Any, longest: Any, alone: bool = False) -> Argument:
     row = first_row(longest)
-    return Argument(tuple(row.shape), row.dtype, of_tensors(value))
+    return Argument(tuple(row.shape), row.dtype, of_tensors(value) or (alone and row.shape != first_row(value).shape))
 
 
 def differ(a: Any, b: Any, *, row: bool = False) -> bool:

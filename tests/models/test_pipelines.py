@@ -1,0 +1,180 @@
+"""Pipelines of diffusers that no family describes by hand: learned, sampled, decoded as by the pipeline itself."""
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import diffusers
+import pytest
+import transformers
+from pipelines.comparison import Comparison
+from pipelines.images import IMAGES
+from pipelines.videos import VIDEOS
+from safetensors.torch import load_file, save_file
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.models.pipeline.known import known
+from unified_trainer.run.registry import family_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings of diffusers about its own code
+
+SMALL = IMAGES | VIDEOS
+GOLDEN = {
+    "FluxPipeline": (
+        "latents: hidden_states [24, 64]; time: timestep = 1 sigma; "
+        "velocity: output; prompt: encoder_hidden_states, pooled_projections; guidance in the network: guidance"
+    ),
+    "ZImagePipeline": ("latents: x [16, 8, 12]; time: t = -1 sigma + 1; velocity: -output; prompt: cap_feats"),
+    "LuminaPipeline": (
+        "latents: hidden_states [4, 8, 12]; time: timestep = -1 sigma + 1; "
+        "velocity: -output; prompt: encoder_hidden_states, encoder_mask"
+    ),
+    "SanaPipeline": (
+        "latents: hidden_states [8, 16, 24]; time: timestep = 1000 sigma; "
+        "velocity: output; prompt: encoder_hidden_states, encoder_attention_mask"
+    ),
+    "QwenImagePipeline": (
+        "latents: hidden_states [24, 64]; time: timestep = 1 sigma; "
+        "velocity: output; prompt: encoder_hidden_states, encoder_hidden_states_mask"
+    ),
+    "StableDiffusion3Pipeline": (
+        "latents: hidden_states [16, 8, 12]; time: timestep = 1000 sigma; "
+        "velocity: output; prompt: encoder_hidden_states, pooled_projections"
+    ),
+    "MochiPipeline": (
+        "latents: hidden_states [12, 2, 4, 6]; time: timestep = 1000 sigma; "
+        "velocity: output; prompt: encoder_hidden_states, encoder_attention_mask"
+    ),
+    "SkyReelsV2ImageToVideoPipeline": (
+        "latents: hidden_states [16, 2, 4, 6], with other channels behind them; time: timestep = 1000 sigma; "
+        "velocity: output; prompt: encoder_hidden_states; image: encoder_hidden_states_image, "
+        "channels behind the latents"
+    ),
+    "WanPipeline with a time per token": (
+        "latents: hidden_states [48, 2, 2, 4]; time: timestep = 1000 sigma for each token; "
+        "velocity: output; prompt: encoder_hidden_states"
+    ),
+}
+ROUNDED = 2e-5  # a VAE of random weights enlarges the rounding of its latents
+OTHER_SIZE = {"WanPipeline with a time per token": {"width": 64}}  # of two latents and two tokens
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory):
+    """Writes the small folder of a pipeline, once."""
+    root = tmp_path_factory.mktemp("pipelines")
+
+    def written(name: str) -> Path:
+        if not (root / name).exists():
+            SMALL[name].write(root / name)
+        return root / name
+
+    yield written
+    known.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def opened(folder_of):
+    """Opens a pipeline beside the trainer's model and codec, once."""
+    held: dict[str, Comparison] = {}
+
+    def comparison(name: str) -> Comparison:
+        if name not in held:
+            held.clear()
+            held[name] = Comparison(folder_of(name), {**SMALL[name].call, **OTHER_SIZE.get(name, {})})
+        return held[name]
+
+    return comparison
+
+
+@pytest.fixture
+def changed(folder_of, tmp_path):
+    """Copies the small folder of a pipeline and changes keys of one of its JSON files."""
+
+    def copy(name: str, file: str, **keys: object) -> Path:
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        shutil.copytree(folder_of(name), folder, dirs_exist_ok=True)
+        (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | keys))
+        return folder
+
+    return copy
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet():
+    """Leave out what diffusers and transformers say of the long prompts that a pipeline is tried with."""
+    before = diffusers.logging.get_verbosity(), transformers.logging.get_verbosity()
+    diffusers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()
+    yield
+    diffusers.logging.set_verbosity(before[0])
+    transformers.logging.set_verbosity(before[1])
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_pipeline_is_learned_and_the_trainer_makes_what_it_makes(opened, name):
+    made = opened(name)
+    assert type(made.pipeline).__name__ == name.split()[0]
+    assert str(made.facts) == GOLDEN[name]
+    latents, pixels = made.difference()
+    assert latents < 1e-5
+    assert pixels < ROUNDED
+    assert made.walks[0][1].std() > 0.05  # frames that are not one color
+    assert made.batch_difference() < 1e-5
+    assert made.gradient_difference() < 0.02
+    assert made.decoding_difference() < ROUNDED
+
+
+def test_another_condition_makes_another_velocity(opened):
+    """All tensors of the conditions reach the network, or the comparisons above would compare little."""
+    made = opened("SkyReelsV2ImageToVideoPipeline")
+    x, sigma, cond = made.model.example(made.facts.shape)
+    before = made.model.velocity(x, sigma, cond)
+    for name in cond.tensors:
+        other = cond.updated(type(cond)({name: cond[name].roll(1, -1)}))
+        assert not made.model.velocity(x, sigma, other).allclose(before, atol=1e-4), name
+
+
+def test_a_schedule_that_matches_no_flow_is_refused(changed):
+    for name in ("EDMEulerScheduler", "SCMScheduler"):
+        folder = changed("SanaPipeline", "scheduler/scheduler_config.json", _class_name=name)
+        with pytest.raises(UserError, match=rf"scheduler_config.json: {name} is no scheduler of flow matching"):
+            known(folder).of_size((1, 64, 96))
+
+
+def test_a_class_that_is_no_pipeline_is_refused(changed):
+    folder = changed("SanaPipeline", "model_index.json", _class_name="SanaTransformer2DModel")
+    with pytest.raises(UserError, match=r"model_index\.json: SanaTransformer2DModel is no pipeline of diffusers"):
+        family_of("student", str(folder))
+
+
+def test_a_component_of_another_library_is_not_imported(changed, tmp_path, monkeypatch):
+    (tmp_path / "ran_by_folder.py").write_text("raise SystemExit('code of the folder ran')")
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = changed("SanaPipeline", "model_index.json", text_encoder=["ran_by_folder", "Encoder"])
+    with pytest.raises(UserError, match=r"ran_by_folder\.Encoder is no class of diffusers .* or transformers"):
+        known(folder).of_size((1, 64, 96))
+    assert "ran_by_folder" not in sys.modules
+
+
+def test_several_frames_of_an_image_pipeline_are_refused(folder_of):
+    with pytest.raises(UserError, match=r"SanaPipeline makes images: set --video\.frames 1 instead of 5"):
+        known(folder_of("SanaPipeline")).of_size((5, 64, 96))
+
+
+def test_prompts_that_are_padded_without_a_mask_are_refused(folder_of):
+    """Each sample would depend on the longest prompt of its batch."""
+    with pytest.raises(UserError, match="CogView4Pipeline pads prompts without a mask: a sample would depend on"):
+        known(folder_of("CogView4Pipeline")).of_size((1, 64, 96))
+
+
+def test_a_folder_that_lacks_a_weight_is_refused(changed):
+    folder = changed("SanaPipeline", "model_index.json")
+    file = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    del weights["decoder.conv_in.bias"]
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"vae lacks decoder\.conv_in\.bias"):
+        Comparison(folder, SMALL["SanaPipeline"].call)

@@ -1,0 +1,154 @@
+"""A pipeline of diffusers beside the trainer's model and codec, which learned it: what both make of the same noise."""
+
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from helpers import ALONE, CPU
+from PIL import Image as Picture
+from torch import Tensor
+
+from unified_trainer.basics.requests import Image
+from unified_trainer.basics.types import Condition
+from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.pipeline.codec import PipelineCodec
+from unified_trainer.models.pipeline.known import known
+from unified_trainer.models.pipeline.model import PipelineModel
+from unified_trainer.models.pipeline.opening import flow_scheduler
+
+PROMPTS = ("a red circle", "a cat moving left over the blue square")  # of different length
+STEPS = 3
+
+
+class Comparison:
+    """A folder of one pipeline, opened by diffusers and by the trainer."""
+
+    def __init__(self, folder: Path, call: Mapping[str, Any]) -> None:
+        frames = call.get("num_frames", call.get("frames", 1))
+        self.folder, self.size = folder, (frames, call.get("height", 32), call.get("width", 48))
+        self.known = known(folder)
+        self.facts = self.known.of_size(self.size)
+        self.codec = PipelineCodec.load(folder, CPU, EncoderConfig())
+        self.model = PipelineModel.open(folder, "transformer")
+        self.model.read(ALONE)
+
+    @cached_property
+    def pipeline(self) -> Any:
+        """The pipeline with all weights, and with Euler's law."""
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(self.folder)
+        pipeline.set_progress_bar_config(disable=True)
+        pipeline.scheduler = flow_scheduler(self.folder / "scheduler")
+        if pipeline.components.get("guider") is not None:
+            pipeline.guider = type(pipeline.guider)(guidance_scale=1.0)
+        return pipeline
+
+    @cached_property
+    def picture(self) -> Picture.Image | None:
+        """The condition image, where the pipeline needs one."""
+        shape = (self.size[1], self.size[2], 3)
+        drawn = Picture.fromarray(np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8))
+        return drawn if self.known.pipeline.takes_image else None
+
+    @cached_property
+    def condition(self) -> Condition:
+        """The conditions of both prompts."""
+        cond = self.codec.encode_text(PROMPTS)
+        if self.picture is None:
+            return cond
+        image = Image.of(np.array(self.picture))
+        return cond.updated(self.codec.encode_images([(image,)] * len(PROMPTS), self.facts.shape))
+
+    @cached_property
+    def walks(self) -> Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Of each prompt: our last latents and frames, those of the pipeline."""
+        return [self._walk(number) for number in range(len(PROMPTS))]
+
+    @torch.no_grad()
+    def _walk(self, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        with noting(self.pipeline.scheduler) as seen:
+            made = self.pipeline(
+                prompt=PROMPTS[number],
+                num_inference_steps=STEPS,
+                generator=torch.Generator().manual_seed(5),
+                output_type="pt",
+                **self._arguments(),
+            )
+        frames = made.images if "images" in made else made.frames
+        frames = frames.float()[:, :, None] if frames.dim() == 4 else frames.float().transpose(1, 2)
+        x, last = self._ours(seen[0][0]), self._ours(seen[-1][1])
+        levels = self.pipeline.scheduler.sigmas.tolist()
+        for sigma, following in itertools.pairwise(levels):
+            at = torch.tensor([sigma], dtype=torch.float64)
+            x = x + (following - sigma) * self.model.velocity(x, at, self.condition.take([number]))
+        return x, self.codec.decode(x), last, frames
+
+    def _arguments(self) -> dict[str, Any]:
+        names = self.known.pipeline.names
+        places = {"num_frames": 0, "frames": 0, "height": 1, "width": 2}
+        given = {name: self.size[place] for name, place in places.items() if name in names} | self.facts.no_guidance
+        given |= {"use_resolution_binning": False} if "use_resolution_binning" in names else {}
+        given |= {"guidance_scale": float(names["guidance_scale"].default)} if self.facts.guidance else {}
+        return given | ({"image": self.picture} if self.picture is not None else {})
+
+    def _ours(self, native: Tensor) -> Tensor:
+        flat = native.flatten(1)
+        return (flat if self.facts.order is None else flat[:, self.facts.order]).reshape(1, *self.facts.shape)
+
+    def difference(self) -> tuple[float, float]:
+        """The largest difference of latents, in parts of the largest latent, and that of pixels in 0 to 1."""
+        latents = max(float((x - last).abs().max() / last.abs().max()) for x, _, last, _ in self.walks)
+        return latents, max(float((frames - own).abs().max()) for _, frames, _, own in self.walks)
+
+    @torch.no_grad()
+    def batch_difference(self) -> float:
+        """The largest difference of a batch, with a sigma of its own for each sample, from single passes."""
+        x, sigma = torch.cat([x for x, *_ in self.walks]), torch.tensor([0.7, 0.3], dtype=torch.float64)
+        both, cond = self.model.velocity(x, sigma, self.condition), self.condition
+        alone = [self.model.velocity(x[[n]], sigma[[n]], cond.take([n])) for n in range(len(PROMPTS))]
+        return float((both - torch.cat(alone)).abs().max() / both.abs().max())
+
+    def gradient_difference(self, step: float = 1e-3) -> float:
+        """The difference of the decoder's gradient, along itself, from a central difference, in parts of it."""
+        x = self.walks[0][0].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.codec.decode(x).mean(), x)
+        along = gradient / gradient.norm()
+        with torch.no_grad():
+            up, down = (self.codec.decode(x + move * along).double().mean() for move in (step, -step))
+        return float(((up - down) / (2 * step) - gradient.norm()).abs() / gradient.norm())
+
+    @torch.no_grad()
+    def decoding_difference(self) -> float:
+        """The largest difference of decode(encode(clip)) from the VAE alone."""
+        clip = torch.rand(1, 3, *self.size, generator=torch.Generator().manual_seed(0))
+        vae, flat = self.pipeline.vae, self.facts.flat
+        held = vae.encode((clip[:, :, 0] if flat else clip) * 2 - 1)
+        latents = held.latent_dist.mode() if "latent_dist" in held else held.latent
+        alone = vae.decode(latents, **self.facts.decode).sample
+        alone = (alone[:, :, None] if flat else alone) / 2 + 0.5
+        return float((self.codec.decode(self.codec.encode(clip)) - alone.clamp(0, 1)).abs().max())
+
+
+@contextmanager
+def noting(scheduler: Any) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Note the latents before and after each step of a scheduler."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    own = scheduler.step
+
+    def step(velocity: Any, time: Any, x: Tensor, *more: Any, **named: Any) -> Any:
+        before, moved = x.clone(), own(velocity, time, x, *more, **named)
+        seen.append((before, moved[0] if isinstance(moved, tuple) else moved.prev_sample))
+        return moved
+
+    step.__signature__ = inspect.signature(own)
+    scheduler.step = step
+    try:
+        yield seen
+    finally:
+        del scheduler.step
