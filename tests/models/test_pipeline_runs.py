@@ -9,12 +9,15 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from forked import program
-from helpers import ALONE, assert_one_training, assert_same, checkpoint_of, cut_off, flags, refused
+from helpers import ALONE, assert_one_training, assert_same, checkpoint_of, cut_off, flags
 from pipelines.images import IMAGES
 from pipelines.videos import VIDEOS
 
 from unified_trainer.__main__ import main
+from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.run.plan.plan import check
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.sample.sample import videos
@@ -24,6 +27,7 @@ SIZE = {"video.height": 32, "video.width": 32, "sampler.num-steps": 2, "steps": 
 SIZE |= {"validate-every": 0, "student.learning-rate": 1e-3, "student.warmup-updates": 0, "student.precision": "fp32"}
 SIZE |= {"encoders.text_precision": "fp32", "device": "cpu"}
 SINGLE = {"algorithm.batch-size": 2, "algorithm.micro-batch": 1, "algorithm.student-every": 1}
+SINGLE |= {"teacher.precision": "fp32", "critic.precision": "fp32"}
 GROUPS = {f"algorithm.{name}": 2 for name in ("num-prompts", "num-samples", "prompts-per-update", "rollout-batch")}
 GROUPS |= {"algorithm.update-batch": 2, "algorithm.window.size": 0}
 OWN = {"dmd2": SINGLE, "dance_grpo": GROUPS, "dance_ppo": GROUPS | {"algorithm.value-warmup-steps": 0}}
@@ -126,6 +130,26 @@ def test_recomputation_changes_no_weight(folder, tmp_path, memory):
     assert_same(*(checkpoint_of(tmp_path / way, 1) for way in ways))
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # of torch, about norms
+def test_an_adapter_that_was_trained_in_bf16_is_exported(folder, tmp_path):
+    """It is compared in float32; diffusers reads it, and merged it is in the weights."""
+    run = tmp_path / "run"
+    more = {"student__precision": "bf16", "student__adapter__rank": 2, "student__learning-rate": 1e-2, "steps": 1}
+    assert main(words("dance_grpo", folder("FluxPipeline"), run, **more)) == 0
+    assert main(["export", str(run), str(tmp_path / "merged"), "--components", "none"]) == 0
+    assert main(["export", str(run), str(tmp_path / "peft"), "--adapter", "peft"]) == 0
+    assert not (tmp_path / "merged" / "model_index.json").exists()
+    pipeline = DiffusionPipeline.from_pretrained(folder("FluxPipeline"))
+    pipeline.load_lora_weights(tmp_path / "peft")
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+    merged = type(pipeline.transformer).from_pretrained(tmp_path / "merged" / "transformer").state_dict()
+    weights = pipeline.transformer.state_dict()
+    assert weights.keys() == merged.keys()
+    for key, weight in merged.items():
+        torch.testing.assert_close(weights[key], weight, msg=key)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["FluxPipeline", "HunyuanVideoPipeline"])
 def test_two_ranks_share_the_weights(folder, tmp_path, name):
@@ -149,4 +173,6 @@ def test_a_general_recipe_gives_way_and_names_what_it_lacks(folder, tmp_path, ca
     assert main(["plan", *flux]) == 0
     said = capsys.readouterr().out
     assert "latents: hidden_states [4, 64]" in said and "not counted for FluxPipeline" in said
-    assert "make" in refused(capsys, *flux, "--parallel.sequence", "2")
+    two = parse([*flux, "--parallel.sequence", "2"])
+    with pytest.raises(UserError, match="sequence"):
+        check(two, Mesh(ALONE.device, size=2, config=two.parallel))
