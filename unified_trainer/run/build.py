@@ -48,7 +48,7 @@ from unified_trainer.run.guards.responses import Guards
 from unified_trainer.run.guards.teacher_probe import TeacherProbe
 from unified_trainer.run.load_roles import load_roles
 from unified_trainer.run.offloaded_rollouts import OffloadedRollouts
-from unified_trainer.run.plan.plan import RunPlan, check
+from unified_trainer.run.plan.plan import RunPlan, check, described
 from unified_trainer.run.plan.store import store_bytes
 from unified_trainer.run.profile import ProfiledTrainer
 from unified_trainer.run.settings.code import code_of
@@ -102,6 +102,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None, mirror: Mirror
     if mirror is not None:
         mirror.take()
     run = _with_cache(plan.run, output)
+    learned = described(run, plan.family, plan.folder)
     codec = plan.family.codec(plan.folder, mesh.device, run.encoders)
     _require_memory(run, plan, codec, mesh)
     source, requests = _requests(run, plan, codec)
@@ -136,9 +137,9 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None, mirror: Mirror
         validation=validation,
         summary=summary(plan.run, plan, roles, source) | _kernels(run, mesh) | places,
         counts=plan.counts,
-        notes=(*_notes(mesh, run), *encoded, *filter(None, (plan.learned, *plan.notes))),
+        notes=(*_notes(mesh, run), *encoded, *filter(None, (learned, *plan.notes))),
         keep=plan.keep,
-        learned=plan.learned,
+        learned=learned,
         stop_workers=workers.stop if workers is not None else None,
     )
 

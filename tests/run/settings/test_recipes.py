@@ -345,7 +345,7 @@ def test_a_model_that_no_recipe_fits_is_told_all(tmp_path):
     folder = model_folder(tmp_path / "odd", 1, {"num_layers": 7})
     with pytest.raises(
         ConfigError,
-        match=r"Write your own and give --recipe my_recipe\.yaml .* have hunyuanvideo-1.5, .*wan2\.2-ti2v-5b$",
+        match=r"Write your own and give --recipe my_recipe\.yaml .* have general-images, .*wan2\.2-ti2v-5b$",
     ):
         check(parsed("--method", "dmd2", "--student.path", folder), ALONE)
 

@@ -120,7 +120,7 @@ def z_image_parts() -> dict[str, Any]:
         n_kv_heads=2,
         cap_feat_dim=t.WIDTH,
         axes_dims=[8, 4, 4],
-        axes_lens=[256, 32, 32],
+        axes_lens=[1024, 32, 32],
     )
     text = {"text_encoder": t.qwen3(words), "tokenizer": words}
     return {"scheduler": Euler(shift=3.0), "vae": vae(), "transformer": network, **text}

@@ -35,7 +35,7 @@ class _Reached(Exception):
 
 @dataclass
 class Seen:
-    """What passed in one call of a pipeline."""
+    """The record of one call of a pipeline."""
 
     inputs: list[dict[str, Any]] = field(default_factory=list)  # of the network, by name
     outputs: list[Any] = field(default_factory=list)

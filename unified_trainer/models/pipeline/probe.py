@@ -1,4 +1,4 @@
-"""What follows from a pipeline's calls: `learn` makes a few, with networks without memory, and compares what passed."""
+"""Facts that follow from a pipeline's calls: `learn` makes a few, with networks without memory, and compares what passed."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -22,6 +22,7 @@ COLORS = (200, 30, 30), (30, 90, 200)
 DIGIT = 1024  # indices pass through a pipeline as two digits, which float32 holds exactly
 
 
+@torch.autocast("cpu", enabled=False)  # a role that runs in bf16 may be the first to ask
 def learn(pipeline: Pipeline, size: Size) -> Facts:
     """Return what the pipeline's calls say at one size; ProbeError, which names an argument, for what does not fit."""
     image, other_image = (Picture.new("RGB", size[:0:-1], color) for color in COLORS)

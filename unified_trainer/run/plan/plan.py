@@ -85,11 +85,6 @@ class RunPlan:
         return {flag.removeprefix(SETS): file.requests for flag, file in files if flag.startswith(SETS)}
 
     @property
-    def learned(self) -> str:
-        """What was learned about the student's pipeline, in words; "" where its family knows it."""
-        return described(self.run, self.family, self.folder)
-
-    @property
     def scores_here(self) -> bool:
         """Whether the training processes score samples, in training or in validations."""
         validates = self.run.validate_every > 0 and not self.run.rollouts.evaluation_workers

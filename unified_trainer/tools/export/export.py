@@ -183,6 +183,7 @@ def _read(loaded: LoadedRole, folder: Path, component: str) -> VideoModel:
     return model
 
 
+@torch.autocast("cpu", enabled=False)  # of a role with passes in bf16, whose rounding is larger than what is looked for
 @torch.no_grad()
 def _velocity(model: VideoModel) -> Tensor:
     return model.velocity(*model.example())
