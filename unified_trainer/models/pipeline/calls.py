@@ -15,11 +15,16 @@ from torch.utils._pytree import tree_map
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.models.pipeline.facts import Size, flat
+from unified_trainer.models.pipeline.without_memory import WithoutMemory
 
 STEPS = 4  # of a call: enough to tell a line from a curve
 OFF = {"guidance_scale": 1.0, "true_cfg_scale": 1.0, "guidance_rescale": 0.0, "stg_scale": 0.0}
 OFF |= {"use_resolution_binning": False, "_auto_resize": False}  # the size is what was asked for
-OFF |= {"enable_prompt_rewrite": False, "use_pe": False}  # a language model writes another prompt, by chance
+OFF |= {
+    "enable_prompt_rewrite": False,
+    "use_pe": False,
+    "sample_audio": False,
+}  # other prompts, written by chance; sound
 SIZES = {"num_frames": 0, "frames": 0, "height": 1, "width": 2}  # arguments of the call, and their place in a size
 IMAGES = ("image", "control_image")  # arguments of the call that may be a sample's condition image
 PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt")
@@ -79,8 +84,8 @@ def _silent() -> Iterator[None]:
 class Pipeline:
     """A pipeline of diffusers whose call is watched; guidance is off as `no_guidance` says."""
 
-    def __init__(self, folder: Path, pipe: Any, networks: Sequence[str], answers: dict[Any, Any]) -> None:
-        self.folder, self.pipe, self.networks, self.answers = folder, pipe, networks, answers
+    def __init__(self, folder: Path, pipe: Any, networks: Sequence[str], memory: WithoutMemory) -> None:
+        self.folder, self.pipe, self.networks, self.memory = folder, pipe, networks, memory
         self.names = inspect.signature(type(pipe).__call__).parameters
         self.no_guidance = {name: value for name, value in OFF.items() if name in self.names}
         self.image = next((name for name in IMAGES if name in self.names), "")
