@@ -60,7 +60,7 @@ def enliven(network: nn.Module) -> None:
 def strengthen(network: nn.Module) -> None:
     """Raise small weights until a layer keeps the size of its input, so that a prompt shows in the picture."""
     for module in network.modules():
-        if isinstance(module, nn.Embedding | nn.Linear | nn.Conv2d | nn.Conv3d):
+        if isinstance(module, nn.Embedding | nn.Linear | nn.Conv2d | nn.Conv3d) and module.weight.numel():
             size = 1.0 if isinstance(module, nn.Embedding) else module.weight[0].numel() ** -0.5
             module.weight.mul_(max(1.0, size / float(module.weight.std())))
 

@@ -14,11 +14,16 @@ from torch.utils._pytree import tree_map
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.models.pipeline.facts import Size, flat
+from unified_trainer.models.pipeline.without_memory import WithoutMemory
 
 STEPS = 4  # of a call: enough to tell a line from a curve
 OFF = {"guidance_scale": 1.0, "true_cfg_scale": 1.0, "guidance_rescale": 0.0, "stg_scale": 0.0}
 OFF |= {"use_resolution_binning": False, "_auto_resize": False}  # the size is what was asked for
-OFF |= {"enable_prompt_rewrite": False, "use_pe": False}  # a language model writes another prompt, by chance
+OFF |= {
+    "enable_prompt_rewrite": False,
+    "use_pe": False,
+    "sample_audio": False,
+}  # other prompts, written by chance; sound
 SIZES = {"num_frames": 0, "frames": 0, "height": 1, "width": 2}  # arguments of the call, and their place in a size
 IMAGES = ("image", "control_image")  # arguments of the call that may be a sample's condition image
 PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt")
@@ -57,8 +62,8 @@ class _Stepped:
 class Pipeline:
     """A pipeline of diffusers whose call is watched; guidance is off as `no_guidance` says."""
 
-    def __init__(self, folder: Path, pipe: Any, networks: Sequence[str]) -> None:
-        self.folder, self.pipe, self.networks = folder, pipe, networks
+    def __init__(self, folder: Path, pipe: Any, networks: Sequence[str], memory: WithoutMemory) -> None:
+        self.folder, self.pipe, self.networks, self.memory = folder, pipe, networks, memory
         self.names = inspect.signature(type(pipe).__call__).parameters
         self.no_guidance = {name: value for name, value in OFF.items() if name in self.names}
         self.image = next((name for name in IMAGES if name in self.names), "")
@@ -107,7 +112,12 @@ class Pipeline:
         given["num_inference_steps"] = STEPS if latents is None else 2
         seen, text = Seen(), prompts[0] if len(prompts) == 1 else list(prompts)
         try:
-            with torch.no_grad(), self._watched(seen, len(prompts) * samples, latents, stop=stop):
+            with (
+                torch.no_grad(),
+                torch.random.fork_rng(),
+                self._watched(seen, len(prompts) * samples, latents, stop=stop),
+            ):
+                torch.manual_seed(1)  # some draw from a VAE's posterior without the generator
                 self.pipe(prompt=text, generator=torch.Generator().manual_seed(1), **given)
         except _Reached:
             pass

@@ -31,7 +31,7 @@ from unified_trainer.models.prompt_tensors import Shapes, difference, stack
 from unified_trainer.parallel.device import rounds_products
 from unified_trainer.parallel.mesh import Mesh
 
-IMAGE_PARTS = ("vae", "image_encoder")  # components that encode condition images
+IMAGE_PARTS = ("vae", "image_encoder")  # components that encode no prompts
 
 
 class PipelineCodec:
@@ -173,8 +173,7 @@ class PipelineCodec:
     def _encode_image(self, image: Image, latent_shape: Shape) -> dict[str, Tensor]:
         facts = self._known.of_shape(latent_shape)
         picture = image.picture(*facts.size[1:])
-        parts = [name for name in IMAGE_PARTS if name in self._parts]
-        with self._calling(parts) as pipeline:
+        with self._calling(facts.image_parts) as pipeline:
             given = pipeline.call([SHORT], facts.size, picture, stop=True).inputs[0]
         if facts.channels:
             given[BEHIND] = facts.behind(given[facts.latents])

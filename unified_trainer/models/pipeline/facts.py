@@ -43,6 +43,7 @@ class Facts:
     output: Place | None  # the output's channels that are the velocity, if it has others
     text: Mapping[str, Argument]
     images: Mapping[str, Argument]  # what follows from a condition image; BEHIND is the channels behind the latents
+    image_parts: tuple[str, ...]  # the components that make them
     paired: bool  # whether prompts are encoded beside a long one, so that all are padded to one length
     counted: tuple[str, ...] | None  # set: each sample is called alone, with so many items of these as its prompt
     constants: Mapping[str, Any]  # all other arguments; BEHIND may be one

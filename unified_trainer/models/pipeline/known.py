@@ -45,7 +45,7 @@ class Known:
                 facts = learn(pipeline, size)
             except ProbeError as with_image:
                 pipeline.takes_image = with_image.__cause__ is None
-                raise (with_image if pipeline.takes_image else error) from error
+                raise
         if self._facts and facts.text != self.any().text:
             raise pipeline.refuse(f"makes {', '.join(facts.text)} of the prompt and the size together")
         return facts

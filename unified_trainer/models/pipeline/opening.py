@@ -43,7 +43,7 @@ def open_pipeline(folder: Path) -> Pipeline:
     called = {"_execution_device": property(lambda pipe: pipe.call_device), "call_device": torch.device("cpu")}
     pipe = type(kind.__name__, (kind,), called)(**parts)
     pipe.set_progress_bar_config(disable=True)
-    return Pipeline(folder, pipe, networks)
+    return Pipeline(folder, pipe, networks, memory)
 
 
 def component_classes(folder: Path) -> dict[str, Any]:

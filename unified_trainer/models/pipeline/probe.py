@@ -52,6 +52,7 @@ def learn(pipeline: Pipeline, size: Size) -> Facts:
         output=output,
         text=arguments.text,
         images=arguments.images,
+        image_parts=arguments.image_parts,
         paired=arguments.paired,
         counted=arguments.counted,
         constants=arguments.constants,
@@ -214,6 +215,7 @@ class _Arguments:
 
     text: Mapping[str, Argument]
     images: Mapping[str, Argument]
+    image_parts: tuple[str, ...]
     paired: bool
     counted: tuple[str, ...] | None
     constants: Mapping[str, Any]
@@ -235,9 +237,8 @@ class _Arguments:
         first, long = one.inputs[0], pipeline.call([LONG], size, image, stop=True).inputs[0]
         two = _of_two(pipeline, size, image, first, latents)
         rows = {name for name, value in two.items() if _rows(value) == 2 * (_rows(first.get(name)) or 0) > 0}
-        long = {name: first[name] if long.get(name) is None else long[name] for name in first} | {
-            name: value for name, value in long.items() if name not in first
-        }
+        left_out = {name: _all_marked(value) for name, value in first.items() if long.get(name) is None}
+        long = long | left_out
         paired = any(isinstance(first[name], Tensor) and first[name].shape != long[name].shape for name in rows)
         if alone := paired and not _masked(pipeline, size, image):
             paired = False
@@ -250,11 +251,16 @@ class _Arguments:
                 for name, value in first.items()
             }
         seen = text_call(pipeline, SHORT, size, other_image, paired=paired).inputs[0]
+        parts = {name: part for name, part in pipeline.pipe.components.items() if isinstance(part, nn.Module)}
+        answers = {name: dict[str, Any]() for name in ["", *parts] if pipeline.takes_image or not name}
+        for name in answers:  # all networks answer otherwise, and each alone
+            with pipeline.memory.otherwise([parts[name]] if name else [*parts.values()]):
+                answers[name] = text_call(pipeline, SHORT, size, image, paired=paired).inputs[0]
         start = [stacked(held[latents]) for held in (first, seen)]
         if differ(*(x.narrow(place[0], 0, place[1]) if place else x for x in start)):
             raise pipeline.refuse("writes its image into the noisy latents")
         if place:
-            for held in (first, long, seen):
+            for held in (first, long, seen, *answers.values()):
                 held[BEHIND] = held[latents].tensor_split([place[1]], place[0])[1]
             rows |= {BEHIND}
         others = {name: value for name, value in first.items() if name not in known}
@@ -265,19 +271,21 @@ class _Arguments:
         rows |= {name for name in from_image if isinstance(others[name], Tensor) and len(others[name]) == 1}
         if both := text & from_image:
             raise pipeline.refuse(f"makes {', '.join(sorted(both))} of prompt and image, which are encoded apart")
-        items = {len(first_row(others[n])) for n in text if first_row(others[n]).shape != first_row(long[n]).shape}
-        counted = {
-            n for n in others.keys() - rows if alone and {_rows(others[n])} == items and _begins(others[n], long[n])
-        }
+        pairs = [(first_row(others[name]), first_row(long[name])) for name in text] if alone else []
+        items = {len(short) for short, longer in pairs if short.shape != longer.shape}
+        counted = {n for n in others.keys() - rows if {_rows(others[n])} == items and _begins(others[n], long[n])}
         for name in sorted({*others, *long} - known.keys() - rows - counted):
             if name in from_image or differ(others.get(name), long.get(name)):
                 raise pipeline.refuse(f"gives its network {name}, which follows from the sample but has no row for it")
         fixed = {name: value for name, value in others.items() if name not in text | from_image}
+        if made := sorted(name for name, value in fixed.items() if differ(value, answers[""].get(name))):
+            raise pipeline.refuse(f"makes {', '.join(made)} by another network, of neither prompt nor image")
         replicated = tuple(name for name in fixed if name in rows)
         fixed |= {name: long[name] for name in counted}
         return cls(
             {name: _argument(others[name], long[name], alone) for name in others if name in text},
             {name: _argument(others[name], seen[name]) for name in others if name in from_image},
+            tuple(n for n in parts if from_image and any(differ(others[x], answers[n].get(x)) for x in from_image)),
             paired,
             tuple(sorted(counted)) if alone else None,
             {name: value[:1] if name in replicated else value for name, value in fixed.items()},
@@ -301,8 +309,9 @@ def _of_two(
     pipeline: Pipeline, size: Size, image: Picture.Image, first: dict[str, Any], latents: str
 ) -> dict[str, Any]:
     """Return the network's arguments for two samples of one prompt and image."""
-    ways: list[tuple[int, int, Any]] = [(1, 2, image), (2, 1, image)]
-    for prompts, samples, pictures in [*ways, (2, 1, [image, image])] if pipeline.takes_image else ways:
+    ways: list[tuple[int, int, Any]] = [(1, 2, image), (2, 1, image), (2, 1, [image, image])]
+    # some forget to repeat their prompts, and some take one image for all
+    for prompts, samples, pictures in ways if pipeline.takes_image else ways[1::-1]:
         try:
             two = pipeline.call([SHORT] * prompts, size, pictures, samples=samples, stop=True).inputs[0]
         except ProbeError:
@@ -326,13 +335,17 @@ def _of_two(
 def _masked(pipeline: Pipeline, size: Size, image: Picture.Image) -> bool:
     """Whether an argument marks or counts the tokens of a prompt that is padded beside a long one."""
     short, long = (text_call(pipeline, prompt, size, image, paired=True).inputs[0] for prompt in (SHORT, LONG))
-    for name, value in short.items():
-        marks = isinstance(value, Tensor) and (
-            not value.is_floating_point() or bool(((value == 0) | (value == 1)).all())
-        )
-        if marks and differ(value, long.get(name)):
-            return True
-    return False
+    return any(
+        differ(value, long.get(name)) and (not value.is_floating_point() or bool(((value == 0) | (value == 1)).all()))
+        for name, value in short.items()
+        if isinstance(value, Tensor)
+    )
+
+
+def _all_marked(value: Any) -> Any:
+    """Return the mask of a prompt that fills its argument, where pipelines leave it out; other values as they are."""
+    masks = isinstance(value, Tensor) and bool(((value == 0) | (value == 1)).all())
+    return torch.ones_like(value) if masks else value
 
 
 def _begins(value: Any, longer: Any) -> bool:

@@ -1,7 +1,7 @@
 """Networks without memory: they answer each call with random numbers of the shapes that they would return."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,16 @@ class WithoutMemory:
 
     def __init__(self) -> None:
         self._mode = _Answering(allow_non_fake_inputs=True)
-        self._inside = 0
+        self._inside, self._otherwise = 0, list[nn.Module]()
+
+    @contextmanager
+    def otherwise(self, networks: Sequence[nn.Module]) -> Iterator[None]:
+        """Let these networks give other answers, by which what follows from one shows."""
+        self._otherwise = list(networks)
+        try:
+            yield
+        finally:
+            self._otherwise = []
 
     def prepare(self, network: nn.Module) -> nn.Module:
         """Return the network, on the meta device, as one that answers; its buffers stay what they are."""
@@ -44,16 +53,16 @@ class WithoutMemory:
                 if table.is_meta:
                     setattr(module, name, torch.ones(table.shape, dtype=table.dtype))
         for module in network.modules():
-            module.forward = self._answering(module.forward)
+            module.forward = self._answering(module.forward, network)
         return network.eval()
 
-    def _answering(self, forward: Any) -> Any:
+    def _answering(self, forward: Any, network: nn.Module) -> Any:
         def call(*inputs: Any, **named: Any) -> Any:
             if self._inside:
                 return forward(*inputs, **named)
             with self._running(), torch.no_grad():
                 output = forward(*inputs, **named)
-            return self._drawn(output, _seed((inputs, named)))
+            return self._drawn(output, _seed((inputs, named)) ^ any(other is network for other in self._otherwise))
 
         call.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # pipelines look at it
         return call
