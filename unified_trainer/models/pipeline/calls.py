@@ -134,7 +134,13 @@ class Pipeline:
         given["num_inference_steps"] = STEPS if latents is None else 2
         seen, text = Seen(), prompts[0] if len(prompts) == 1 else list(prompts)
         try:
-            with torch.no_grad(), _silent(), self._watched(seen, len(prompts) * samples, latents, stop=stop):
+            with (
+                torch.no_grad(),
+                _silent(),
+                torch.random.fork_rng(),
+                self._watched(seen, len(prompts) * samples, latents, stop=stop),
+            ):
+                torch.manual_seed(1)  # some draw from a VAE's posterior without the generator
                 self.pipe(prompt=text, generator=torch.Generator().manual_seed(1), **given)
         except _Reached:
             pass

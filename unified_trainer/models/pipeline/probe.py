@@ -1,4 +1,4 @@
-"""Facts that follow from a pipeline's calls: `learn` makes a few, with networks without memory, and compares what passed."""
+"""Facts of a pipeline: `learn` calls it a few times with networks without memory, and compares what passed."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -250,9 +250,8 @@ class _Arguments:
         first, long = one.inputs[0], pipeline.call([LONG], size, image, stop=True).inputs[0]
         two = _of_two(pipeline, size, image, first, latents)
         rows = {name for name, value in two.items() if _rows(value) == 2 * (_rows(first.get(name)) or 0) > 0}
-        long = {name: first[name] if long.get(name) is None else long[name] for name in first} | {
-            name: value for name, value in long.items() if name not in first
-        }
+        left_out = {name: _all_marked(value) for name, value in first.items() if long.get(name) is None}
+        long = long | left_out
         paired = any(isinstance(first[name], Tensor) and first[name].shape != long[name].shape for name in rows)
         if alone := paired and not _masked(pipeline, size, image):
             paired = False
@@ -354,6 +353,12 @@ def _masked(pipeline: Pipeline, size: Size, image: Picture.Image) -> bool:
         for name, value in short.items()
         if isinstance(value, Tensor)
     )
+
+
+def _all_marked(value: Any) -> Any:
+    """Return the mask of a prompt that fills its argument, where pipelines leave it out; other values as they are."""
+    masks = isinstance(value, Tensor) and bool(((value == 0) | (value == 1)).all())
+    return torch.ones_like(value) if masks else value
 
 
 def _begins(value: Any, longer: Any) -> bool:
