@@ -1,4 +1,4 @@
-"""Facts that follow from a pipeline's calls: `learn` makes a few, with networks without memory, and compares what passed."""
+"""Facts that follow from a pipeline's calls: `learn` makes a few, without memory, and compares what passed."""
 
 import inspect
 from collections.abc import Iterator, Mapping
