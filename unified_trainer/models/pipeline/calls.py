@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteSchedulerOutput
 from PIL import Image as Picture
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -39,7 +40,7 @@ class _Reached(Exception):
 
 
 @dataclass
-class Seen:
+class CallRecord:
     """The record of one call of a pipeline."""
 
     inputs: list[dict[str, Any]] = field(default_factory=list)  # of the network, by name
@@ -58,16 +59,6 @@ def stacked(value: Any) -> Tensor:
 def same(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape are equal, up to rounding."""
     return bool(torch.allclose(a.double(), b.double(), atol=1e-4, rtol=1e-4))
-
-
-@dataclass
-class _Stepped:
-    """What a scheduler's step returns."""
-
-    prev_sample: Tensor
-
-    def __getitem__(self, place: int) -> Tensor:
-        return (self.prev_sample,)[place]
 
 
 @contextmanager
@@ -119,7 +110,7 @@ class Pipeline:
         latents: Tensor | None = None,
         stop: bool = False,
         **options: Any,
-    ) -> Seen:
+    ) -> CallRecord:
         """Call the pipeline, with `samples` of each prompt; ProbeError for a call that fails.
 
         `latents` are what each of two solver steps returns, up to the VAE's decoding. With `stop` the call ends at the
@@ -132,7 +123,7 @@ class Pipeline:
         given |= {name: samples for name in PER_PROMPT if name in self.names and samples > 1} | options
         given["output_type"] = "latent" if latents is None else "pt"
         given["num_inference_steps"] = STEPS if latents is None else 2
-        seen, text = Seen(), prompts[0] if len(prompts) == 1 else list(prompts)
+        seen, text = CallRecord(), prompts[0] if len(prompts) == 1 else list(prompts)
         try:
             with (
                 torch.no_grad(),
@@ -151,7 +142,7 @@ class Pipeline:
         return seen
 
     @contextmanager
-    def _watched(self, seen: Seen, samples: int, latents: Tensor | None, *, stop: bool) -> Iterator[None]:
+    def _watched(self, seen: CallRecord, samples: int, latents: Tensor | None, *, stop: bool) -> Iterator[None]:
         scheduler, vae = self.pipe.scheduler, self.pipe.vae
         set_timesteps, euler = scheduler.set_timesteps, scheduler.step
 
@@ -175,7 +166,7 @@ class Pipeline:
             moved = euler(velocity, time, x, *more, return_dict=False, **named)[0]
             seen.steps.append((velocity, x, moved))
             moved = moved if latents is None else latents.to(x.dtype)
-            return _Stepped(moved) if return_dict else (moved,)
+            return FlowMatchEulerDiscreteSchedulerOutput(moved) if return_dict else (moved,)
 
         def levels(*inputs: Any, **named: Any) -> Any:
             seen.given_levels = named.get("sigmas") is not None

@@ -6,7 +6,7 @@ from typing import Any
 from PIL import Image as Picture
 from torch import Tensor
 
-from unified_trainer.models.pipeline.calls import Pipeline, Seen, same, stacked
+from unified_trainer.models.pipeline.calls import CallRecord, Pipeline, same, stacked
 from unified_trainer.models.pipeline.facts import Place, Rule, Size
 
 SCALE = 3.0
@@ -45,7 +45,7 @@ def with_norm(guided: Tensor, cond: Tensor) -> Tensor:
     return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
 
 
-def _guided(pipeline: Pipeline, prompt: str, size: Size, image: Picture.Image) -> Seen:
+def _guided(pipeline: Pipeline, prompt: str, size: Size, image: Picture.Image) -> CallRecord:
     """Call the pipeline with guidance."""
     options: dict[str, Any] = {"negative_prompt": NEGATIVE} if "negative_prompt" in pipeline.names else {}
     guider = pipeline.pipe.components.get("guider")

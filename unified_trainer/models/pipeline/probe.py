@@ -12,7 +12,7 @@ from PIL import Image as Picture
 from torch import Tensor, nn
 
 from unified_trainer.models.base import Shape
-from unified_trainer.models.pipeline.calls import STEPS, Pipeline, ProbeError, Seen, same, stacked
+from unified_trainer.models.pipeline.calls import STEPS, CallRecord, Pipeline, ProbeError, same, stacked
 from unified_trainer.models.pipeline.facts import BEHIND, Argument, Facts, Place, Size, nested, of_tensors
 from unified_trainer.models.pipeline.guidance import rule_of
 
@@ -77,7 +77,7 @@ def learn(pipeline: Pipeline, size: Size) -> Facts:
     )
 
 
-def text_call(pipeline: Pipeline, prompt: str, size: Size, image: Picture.Image | None, *, paired: bool) -> Seen:
+def text_call(pipeline: Pipeline, prompt: str, size: Size, image: Picture.Image | None, *, paired: bool) -> CallRecord:
     """Call the pipeline up to its network; `first_rows` of the arguments are the prompt's."""
     return pipeline.call([prompt, LONG] if paired else [prompt], size, image, stop=True)
 
@@ -87,7 +87,7 @@ def first_row(value: Any) -> Tensor:
     return value[0]
 
 
-def _off(pipeline: Pipeline, size: Size, image: Picture.Image) -> Seen:
+def _off(pipeline: Pipeline, size: Size, image: Picture.Image) -> CallRecord:
     """Turn guidance off and return what passed in a call."""
     guider = pipeline.pipe.components.get("guider")
     if guider is not None:
@@ -101,7 +101,7 @@ def _off(pipeline: Pipeline, size: Size, image: Picture.Image) -> Seen:
     raise pipeline.refuse(f"calls its network {len(seen.inputs)} times in {STEPS} steps without guidance")
 
 
-def _guidance(pipeline: Pipeline, size: Size, image: Picture.Image, one: Seen) -> tuple[str, float]:
+def _guidance(pipeline: Pipeline, size: Size, image: Picture.Image, one: CallRecord) -> tuple[str, float]:
     """Return the argument of guidance that is embedded in the network, and its factor."""
     if "guidance_scale" in pipeline.names:
         scale = pipeline.no_guidance["guidance_scale"] + 2
@@ -114,12 +114,12 @@ def _guidance(pipeline: Pipeline, size: Size, image: Picture.Image, one: Seen) -
     return "", 1.0
 
 
-def _is_single(seen: Seen) -> bool:
+def _is_single(seen: CallRecord) -> bool:
     """Whether the network was called once in each step, on the samples alone."""
     return len(seen.inputs) == len(seen.steps) == STEPS and len(stacked(seen.outputs[0])) == len(seen.steps[0][1])
 
 
-def _latents(pipeline: Pipeline, seen: Seen) -> tuple[str, Place | None, tuple[int, ...] | None]:
+def _latents(pipeline: Pipeline, seen: CallRecord) -> tuple[str, Place | None, tuple[int, ...] | None]:
     named, sample = seen.inputs[0], seen.steps[0][1]
     for name, value in named.items():
         if of_tensors(value):
@@ -143,7 +143,9 @@ def _wider(value: Tensor, part: Tensor) -> list[Place]:
     return [(dim, part.shape[dim]) for dim in other if len(other) == 1 and dim and value.shape[dim] > part.shape[dim]]
 
 
-def _time(pipeline: Pipeline, seen: Seen, latents: str) -> tuple[str, tuple[float, float, float], tuple[int, ...]]:
+def _time(
+    pipeline: Pipeline, seen: CallRecord, latents: str
+) -> tuple[str, tuple[float, float, float], tuple[int, ...]]:
     sigmas = seen.sigmas[:STEPS].double().cpu()
     for name, value in seen.inputs[0].items():
         if name == latents or not isinstance(value, Tensor) or value.dtype == torch.bool or not value.numel():
@@ -171,7 +173,7 @@ def _line(sigmas: Tensor, times: Tensor) -> tuple[float, float, float] | None:
     return None
 
 
-def _output(pipeline: Pipeline, seen: Seen) -> tuple[float, Place | None]:
+def _output(pipeline: Pipeline, seen: CallRecord) -> tuple[float, Place | None]:
     made, given = stacked(seen.outputs[0]), stacked(seen.steps[0][0])
     for sign in (1.0, -1.0):
         if made.numel() == given.numel() and same(sign * made.flatten(), given.flatten()):
@@ -213,7 +215,7 @@ def blocks_of(network: nn.Module) -> tuple[nn.Module, ...]:
     )
 
 
-def _check_euler(pipeline: Pipeline, seen: Seen) -> None:
+def _check_euler(pipeline: Pipeline, seen: CallRecord) -> None:
     """Raise ProbeError unless every solver step is Euler's, x + (next sigma - sigma) velocity."""
     sigmas = seen.sigmas.double().tolist()
     for (velocity, x, moved), sigma, following in zip(seen.steps, sigmas, sigmas[1:], strict=False):
@@ -240,7 +242,7 @@ class _Arguments:
         pipeline: Pipeline,
         size: Size,
         images: tuple[Picture.Image, Picture.Image],
-        one: Seen,
+        one: CallRecord,
         known: Mapping[str, Place | None],
     ) -> "_Arguments":
         """Compare calls with another prompt, two samples and another image; `known` are the other arguments."""
@@ -306,7 +308,7 @@ class _Arguments:
         )
 
 
-def _check_steps(pipeline: Pipeline, seen: Seen, known: Mapping[str, Place | None]) -> None:
+def _check_steps(pipeline: Pipeline, seen: CallRecord, known: Mapping[str, Place | None]) -> None:
     """Raise ProbeError if another argument than latents and time changes between the solver steps."""
     (latents, place), first = next(iter(known.items())), seen.inputs[0]
     for later in seen.inputs[1:]:
