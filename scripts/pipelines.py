@@ -40,7 +40,7 @@ from real_clips import write_exactly  # noqa: E402
 from unified_trainer.__main__ import main as program  # noqa: E402
 from unified_trainer.basics.errors import UserError  # noqa: E402
 from unified_trainer.models.pipeline.calls import ProbeError  # noqa: E402
-from unified_trainer.run.registry import FAMILIES  # noqa: E402
+from unified_trainer.run.registry import FAMILIES, family_of  # noqa: E402
 
 SMALL = IMAGES | VIDEOS
 PAGE, README = REPO / "docs" / "models.md", REPO / "README.md"
@@ -54,7 +54,7 @@ SINGLE = {"algorithm.batch-size": 2, "algorithm.micro-batch": 1}
 OWN = dict.fromkeys(METHODS, SINGLE) | {"dance_grpo": SAMPLES, "diffusion_nft": SAMPLES}
 OWN |= {"dmd2": SINGLE | {"algorithm.student-every": 1}}
 SHARED = {"recipe": "tiny", "device": "cpu", "steps": 2, "reward.path": "tiny", "validate-every": 0}
-SHARED |= {"validation.num-videos": 0, "sampler.num-steps": 2, "sampler.guidance-scale": 1}
+SHARED |= {"reward.frame-stride": 2, "validation.num-videos": 0, "sampler.num-steps": 2, "sampler.guidance-scale": 1}
 
 
 def flow_matching() -> list[str]:
@@ -100,7 +100,8 @@ def prepared(place: Path, frames: int, *, pictured: bool) -> dict[str, object]:
 
 def trained(made: Comparison, place: Path, method: str, given: Mapping[str, object]) -> str:
     """Train two steps; return why not in a few words, or nothing."""
-    sides = dict(zip(("video.frames", "video.height", "video.width"), made.size, strict=True))
+    sides: dict[str, object] = dict(zip(("video.frames", "video.height", "video.width"), made.size, strict=True))
+    sides |= {"video.fps": family_of("student", str(made.folder))[0].fps or 8}
     settings = {**SHARED, **sides, **OWN[method], "student.path": made.folder, "output": place / method}
     settings |= {
         name: value for name, value in given.items() if name != ("prompts" if method == "finetune" else "data.path")
@@ -134,10 +135,10 @@ def row_of(name: str, methods: tuple[str, ...]) -> list[str]:
             latents, pixels = made.difference()
             numbers = f"{pixels:.0e}, latents {latents:.0e}, batch {made.batch_difference():.0e}, "
             numbers += f"gradient {made.gradient_difference():.0e}"
-        except UserError as error:
-            return ["", "", f"refused: {brief(str(error))}"]
         except Exception as error:  # noqa: BLE001  (whatever a pipeline raises is its row)
-            return ["", "", f"refused: {type(error).__name__}: {brief(str(error))}"]
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            also = "; a family of its own opens it" if name.split()[0] in BY_HAND else ""
+            return ["", "", f"refused: {kind}{brief(str(error))}{also}"]
         given = prepared(place, made.size[0], pictured=made.known.pipeline.takes_image)
         why = {method: trained(made, place, method, given) for method in methods}
     ran = ", ".join(method for method in methods if not why[method])
@@ -171,7 +172,7 @@ def in_process(name: str, methods: tuple[str, ...], seconds: float) -> list[str]
 def rows_of(page: str) -> dict[str, list[str]]:
     """Return the cells of the page's table by the pipeline's name."""
     lines = [line for line in page.splitlines() if re.match(r"\| `\w+Pipeline", line)]
-    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    cells = [[cell.strip().removeprefix("-") for cell in line.strip("|").split(" | ")] for line in lines]
     return {cell[0].strip("`"): cell[1:] for cell in cells}
 
 

@@ -82,7 +82,6 @@ def opened(folder_of):
 
     def comparison(name: str) -> Comparison:
         if name not in held:
-            held.clear()
             held[name] = Comparison(folder_of(name), {**SMALL[name].call, **OTHER_SIZE.get(name, {})})
         return held[name]
 
@@ -125,6 +124,15 @@ def test_a_pipeline_is_learned_and_the_trainer_makes_what_it_makes(opened, name)
     assert made.batch_difference() < 1e-5
     assert made.gradient_difference() < 0.02
     assert made.decoding_difference() < ROUNDED
+
+
+def test_samples_of_a_batch_have_times_of_their_own(opened):
+    assert opened("SanaPipeline").batch_difference() < 1e-5
+
+
+def test_clips_are_encoded_as_by_the_vae(opened):
+    """Qwen-Image's has a mean and a deviation for each channel."""
+    assert opened("QwenImagePipeline").decoding_difference() < ROUNDED
 
 
 def test_another_condition_makes_another_velocity(opened):

@@ -19,6 +19,7 @@ from unified_trainer.basics.requests import Image
 from unified_trainer.basics.types import Condition
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.pipeline.codec import PipelineCodec
+from unified_trainer.models.pipeline.family import networks
 from unified_trainer.models.pipeline.known import known
 from unified_trainer.models.pipeline.model import PipelineModel
 from unified_trainer.models.pipeline.opening import flow_scheduler
@@ -36,8 +37,11 @@ class Comparison:
         self.known = known(folder)
         self.facts = self.known.of_size(self.size)
         self.codec = PipelineCodec.load(folder, CPU, EncoderConfig())
-        self.model = PipelineModel.open(folder, "transformer")
-        self.model.read(ALONE)
+        names, self._boundary = networks(folder)
+        self._models = [PipelineModel.open(folder, name) for name in names]
+        for model in self._models:
+            model.read(ALONE)
+        self.model = self._models[0]
 
     @cached_property
     def pipeline(self) -> Any:
@@ -86,7 +90,8 @@ class Comparison:
         levels = self.pipeline.scheduler.sigmas.tolist()
         for sigma, following in itertools.pairwise(levels):
             at = torch.tensor([sigma], dtype=torch.float64)
-            x = x + (following - sigma) * self.model.velocity(x, at, self.condition.take([number]))
+            model = self._models[-1 if self._boundary is not None and sigma < self._boundary else 0]
+            x = x + (following - sigma) * model.velocity(x, at, self.condition.take([number]))
         return x, self.codec.decode(x), last, frames
 
     def _arguments(self) -> dict[str, Any]:
@@ -114,14 +119,21 @@ class Comparison:
         alone = [self.model.velocity(x[[n]], sigma[[n]], cond.take([n])) for n in range(len(PROMPTS))]
         return float((both - torch.cat(alone)).abs().max() / both.abs().max())
 
-    def gradient_difference(self, step: float = 1e-3) -> float:
-        """The difference of the decoder's gradient, along itself, from a central difference, in parts of it."""
+    def gradient_difference(self, steps: Sequence[float] = (1e-3, 3e-4)) -> float:
+        """The difference of the decoder's gradient, along itself, from a central difference, in parts of it.
+
+        Curvature spoils large steps and rounding small ones, so the better of two counts.
+        """
         x = self.walks[0][0].clone().requires_grad_()
         (gradient,) = torch.autograd.grad(self.codec.decode(x).mean(), x)
-        along = gradient / gradient.norm()
-        with torch.no_grad():
+        along, size = gradient / gradient.norm(), float(gradient.norm())
+
+        @torch.no_grad()
+        def slope(step: float) -> float:
             up, down = (self.codec.decode(x + move * along).double().mean() for move in (step, -step))
-        return float(((up - down) / (2 * step) - gradient.norm()).abs() / gradient.norm())
+            return float(up - down) / (2 * step)
+
+        return min(abs(slope(step) - size) / size for step in steps)
 
     @torch.no_grad()
     def decoding_difference(self) -> float:
