@@ -152,7 +152,8 @@ class PipelineCodec:
         behind = facts.behind(given[facts.latents]) if facts.channels else None
         known = {facts.latents, facts.time, facts.guidance, *facts.text, *facts.images}
         for name in {*given, *facts.constants} - known:
-            value, held = facts.constants.get(name), behind if name == BEHIND else given.get(name)
+            value: Any = facts.constants.get(name)
+            held: Any = behind if name == BEHIND else given.get(name)
             if name in (facts.counted or ()):
                 value = value[: len(held)]
             if differ(value, held, row=name in facts.replicated):
