@@ -44,7 +44,7 @@ def general_recipe(folder: Path) -> tuple[str, Mapping[str, int]]:
     """Return the recipe of images or of videos, and the size that the pipeline's call or its attributes name."""
     pipeline = known(folder).pipeline
     held, size = vars(pipeline.pipe), dict[str, int]()
-    if "default_sample_size" in held and isinstance(held["default_sample_size"], int):
+    if {"default_sample_size", "vae_scale_factor"} <= held.keys() and isinstance(held["default_sample_size"], int):
         size |= dict.fromkeys(("height", "width"), held["default_sample_size"] * held["vae_scale_factor"])
     for name in SIZES.keys() & pipeline.names.keys():
         given = pipeline.names[name].default
