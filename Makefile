@@ -79,7 +79,7 @@ invariance: setup
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/run/test_invariance.py --all-cells
 
 pipelines: setup
-	OMP_NUM_THREADS=1 $(VENV)/bin/python scripts/pipelines.py
+	OMP_NUM_THREADS=1 $(VENV)/bin/python scripts/try_pipelines.py
 
 mutants: setup
 	$(VENV)/bin/python scripts/mutants.py --jobs $(JOBS)

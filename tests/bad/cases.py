@@ -68,7 +68,7 @@ FIELDS = {
             ("", "[]", "not a list"),
             ("", ABSENT, "is missing"),
             ("_class_name", ABSENT, "_class_name is missing"),
-            ("_class_name", "FluxPipeline", "FluxPipeline is not supported"),
+            ("_class_name", "NoPipeline", "NoPipeline is no pipeline of diffusers"),
             ("boundary_ratio", 0.9, "no transformer_2 is named"),
             ("boundary_ratio", 0, "boundary_ratio must be greater than 0"),
             ("boundary_ratio", 1.0, "boundary_ratio must be less than 1"),

@@ -71,9 +71,10 @@ def plan(
 
 def _learned(run: RunConfig) -> dict[str, str]:
     """Return what was learned about the student's pipeline, of a family whose memory is not counted."""
-    if not Path(run.roles["student"].path).is_dir():
+    path = run.roles["student"].path
+    if not path or not Path(path).is_dir():
         return {}
-    family, folder = family_of("student", run.roles["student"].path)
+    family, folder = family_of("student", path)
     if family.blueprint is not None:
         return {}
     said = f"memory, FLOPs and time are not counted for {read_json(folder / 'model_index.json')['_class_name']}"

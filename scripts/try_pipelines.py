@@ -1,7 +1,7 @@
 """Learn, compare and train small folders of the flow-matching pipelines of diffusers, and write docs/models.md.
 
-    python scripts/pipelines.py                     every pipeline, each in a process of its own
-    python scripts/pipelines.py --only FluxPipeline SanaPipeline   these; the rows of others stay
+    python scripts/try_pipelines.py                     every pipeline, each in a process of its own
+    python scripts/try_pipelines.py --only FluxPipeline SanaPipeline   these; the rows of others stay
 
 Each small folder is written by the tests with the real classes and random weights. The numbers compare what the
 pipeline itself makes of a prompt with what the trainer makes of it, and each method trains two steps.
