@@ -24,6 +24,8 @@ from unified_trainer.run.settings.command_line import parse
 from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.sample.sample import videos
 
+pytestmark = pytest.mark.slow  # whole runs
+
 PROMPTS = ("a red circle", "a blue square moving left over the green cat")
 SIZE = {"video.height": 32, "video.width": 32, "sampler.num-steps": 2, "steps": 2, "checkpoint-every": 1}
 SIZE |= {"validate-every": 0, "student.learning-rate": 1e-3, "student.warmup-updates": 0, "student.precision": "fp32"}
@@ -67,10 +69,10 @@ def words(method: str, folder: Path, output: Path, **more: object) -> list[str]:
     [
         ("FluxPipeline", 3.0),
         ("ZImagePipeline", 3.0),
-        pytest.param("Lumina2Pipeline", 1.0, marks=pytest.mark.slow),
-        pytest.param("HunyuanVideoPipeline", 3.0, marks=pytest.mark.slow),
+        ("Lumina2Pipeline", 1.0),
+        ("HunyuanVideoPipeline", 3.0),
         ("SkyReelsV2Pipeline", 3.0),
-        pytest.param("SanaPipeline", 1.0, marks=pytest.mark.slow),
+        ("SanaPipeline", 1.0),
     ],
 )
 def test_diffusers_samples_an_export_as_we_do(folder, tmp_path, name, scale):
@@ -107,9 +109,9 @@ def test_diffusers_samples_an_export_as_we_do(folder, tmp_path, name, scale):
     ("name", "method", "rank"),
     [
         ("FluxPipeline", "dmd2", 0),
-        pytest.param("FluxPipeline", "dance_grpo", 2, marks=pytest.mark.slow),
+        ("FluxPipeline", "dance_grpo", 2),
         ("FluxPipeline", "dance_ppo", 2),
-        pytest.param("HunyuanVideoPipeline", "dmd2", 2, marks=pytest.mark.slow),
+        ("HunyuanVideoPipeline", "dmd2", 2),
         ("HunyuanVideoPipeline", "dance_grpo", 0),
     ],
 )
@@ -127,7 +129,7 @@ def test_a_run_resumes_bit_for_bit(folder, tmp_path, name, method, rank):
     assert_same(checkpoint_of(tmp_path / "half", 2), whole)
 
 
-@pytest.mark.parametrize("memory", [pytest.param("none", marks=pytest.mark.slow), "full"])
+@pytest.mark.parametrize("memory", ["none", "full"])
 def test_recomputation_changes_no_weight(folder, tmp_path, memory):
     ways = {"kept": memory, "again": "selective"}
     for way, kept in ways.items():
@@ -186,7 +188,6 @@ def test_an_adapter_that_was_trained_in_bf16_is_exported(folder, tmp_path):
         torch.testing.assert_close(weights[key], weight, msg=key)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["FluxPipeline", "HunyuanVideoPipeline"])
 def test_two_ranks_share_the_weights(folder, tmp_path, name):
     more = {"student__adapter__rank": 2, "critic__adapter__rank": 2, "parallel__shard": 1}

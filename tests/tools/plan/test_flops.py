@@ -124,6 +124,7 @@ def test_traffic_of_a_pass_at_both_sizes():
         assert pass_flops(OF_1_3B, tokens, fused=True).traffic < pass_flops(OF_1_3B, tokens).traffic / 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Wan-AI/Wan2.2-TI2V-5B-Diffusers"])
 def test_decoding_takes_what_torch_counts(name):
     """From the third latent frame on, each takes as many FLOPs: only four are counted."""
