@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.models.pipeline.calls import Pipeline, ProbeError
+from unified_trainer.models.pipeline.calls import Pipeline, ProbeError, made_of
 from unified_trainer.models.pipeline.codec import PipelineCodec
 from unified_trainer.models.pipeline.facts import Facts, flat, nested
 from unified_trainer.models.pipeline.known import Known
@@ -235,3 +236,10 @@ def test_a_prompt_that_changes_a_constant_is_refused() -> None:
         PipelineCodec._check_constants(codec, probed.call([prompt], SIZE, None, stop=True).inputs[0], prompt)
     with pytest.raises(UserError, match="makes other of prompt 'stop!'"):
         PipelineCodec._check_constants(codec, probed.call(["stop!"], SIZE, None, stop=True).inputs[0], "stop!")
+
+
+def test_what_a_network_makes_is_found_in_every_form_that_it_has():
+    x = torch.ones(2, 3)
+    for output in (x, (x, None), Transformer2DModelOutput(sample=x)):
+        assert made_of(output) is x
+    assert made_of([x]) == [x]

@@ -12,6 +12,7 @@ import torch
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteSchedulerOutput
 from PIL import Image as Picture
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_map
 
 from unified_trainer.basics.errors import UserError
@@ -54,6 +55,13 @@ class CallRecord:
 def stacked(value: Any) -> Tensor:
     """Return a list of tensors as one."""
     return torch.stack(list(value)) if isinstance(value, (list, tuple)) else value
+
+
+def made_of(output: Any) -> Any:
+    """Return what a network makes: its output, the first of several, or the `sample` of an object."""
+    if isinstance(output, (Tensor, list)):
+        return output
+    return output[0] if isinstance(output, tuple) else output.sample
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -135,6 +143,10 @@ class Pipeline:
                 self.pipe(prompt=text, generator=torch.Generator().manual_seed(1), **given)
         except _Reached:
             pass
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise self.refuse(
+                f"has a network whose shapes follow from values ({error}): it cannot be learned"
+            ) from error
         except Exception as error:  # whatever a pipeline of diffusers raises says why it cannot be called so
             where = f"{size[0]} frames of {size[1]} x {size[2]}"
             raise self.refuse(f"cannot be called for {where}: {type(error).__name__}: {error}") from error
@@ -156,7 +168,7 @@ class Pipeline:
                 if stop:
                     raise _Reached
                 output = forward(*inputs, **named)
-                seen.outputs.append(output[0] if isinstance(output, tuple) else output.sample)
+                seen.outputs.append(made_of(output))
                 return output
 
             return call

@@ -17,7 +17,7 @@ from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
 from unified_trainer.models.base import Shape
 from unified_trainer.models.diffusers_model import DiffusersModel
 from unified_trainer.models.folder import outline
-from unified_trainer.models.pipeline.calls import stacked
+from unified_trainer.models.pipeline.calls import made_of, stacked
 from unified_trainer.models.pipeline.facts import BEHIND, Facts, nested
 from unified_trainer.models.pipeline.guidance import with_norm
 from unified_trainer.models.pipeline.known import KNOWN, Known, known
@@ -91,7 +91,7 @@ class PipelineModel(DiffusersModel):
             inputs[facts.guidance] = cond[facts.guidance]
         if "return_dict" in self._takes:
             inputs["return_dict"] = False
-        v = stacked(self.network(**nested(inputs))[0]).float() * facts.sign
+        v = stacked(made_of(self.network(**nested(inputs)))).float() * facts.sign
         if facts.output:
             v = v.narrow(facts.output[0], 0, facts.output[1])
         return here.ours(v)

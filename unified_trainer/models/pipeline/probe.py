@@ -12,7 +12,7 @@ from PIL import Image as Picture
 from torch import Tensor, nn
 
 from unified_trainer.models.base import Shape
-from unified_trainer.models.pipeline.calls import STEPS, CallRecord, Pipeline, ProbeError, same, stacked
+from unified_trainer.models.pipeline.calls import STEPS, CallRecord, Pipeline, ProbeError, made_of, same, stacked
 from unified_trainer.models.pipeline.facts import BEHIND, Argument, Facts, Place, Size, nested, of_tensors
 from unified_trainer.models.pipeline.guidance import rule_of
 
@@ -342,7 +342,7 @@ def _of_two(
         output = pipeline.pipe.components[pipeline.networks[0]](**nested(two))
     except Exception as error:  # whatever a network raises says that it does not take them
         raise pipeline.refuse(f"makes one sample at a time: {type(error).__name__}: {error}") from error
-    if len(stacked(output[0])) != 2:
+    if len(stacked(made_of(output))) != 2:
         raise pipeline.refuse("makes one sample at a time")
     return two
 
