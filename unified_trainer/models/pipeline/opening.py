@@ -41,7 +41,8 @@ def open_pipeline(folder: Path) -> Pipeline:
             parts[name] = read_part(part, folder / name)
     networks = [name for name in NETWORKS if isinstance(parts.get(name), nn.Module)]
     if not networks or not isinstance(parts.get("vae"), nn.Module):
-        raise UserError(f"{file}: a pipeline needs a transformer and a vae, and this one has {', '.join(parts) or 'no component'}")
+        held = ", ".join(parts) or "no component"
+        raise UserError(f"{file}: a pipeline needs a transformer and a vae, and this one has {held}")
     if unknown := parts.keys() - inspect.signature(kind.__init__).parameters.keys():
         raise UserError(f"{file}: {kind.__name__} has no {', '.join(sorted(unknown))}")
     # the device of a pipeline is that of its networks, and those without memory have none
