@@ -54,6 +54,7 @@ def test_a_template_that_does_something_else_is_one_sentence(template, said):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "template",
     [

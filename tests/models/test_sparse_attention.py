@@ -231,6 +231,7 @@ def test_an_adapter_trains_the_gates_beside_it():
     assert model.network.blocks[0].attn1.to_q.base_layer.weight.grad is None
 
 
+@pytest.mark.slow
 def test_flops_of_the_meter_are_those_of_the_sizes_of_the_dense_network():
     model = sparse_model()
     backbone, meter = Backbone(model, ALONE, trained=True), Meter(torch.device("cpu"))

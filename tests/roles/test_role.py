@@ -184,6 +184,7 @@ def test_the_average_starts_after_so_many_updates():
         assert_near(weights(role.network), expected, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [0.9, 0.99, 0.999, 0.9999])
 def test_the_average_rests_where_rounding_loses_its_updates(decay):
     """In float32 (1 - d) (w - shadow) is lost below half a unit in the last place, 2^-25 to 2^-24 of the shadow.

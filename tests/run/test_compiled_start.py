@@ -7,6 +7,7 @@ from helpers import SMALL
 from unified_trainer.__main__ import main
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["True", "auto"])
 def test_the_table_names_roles_that_compile_and_a_line_has_the_time_of_the_first_step(
     setting, tmp_path, capsys, monkeypatch

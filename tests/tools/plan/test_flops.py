@@ -34,6 +34,7 @@ def test_parameters_are_those_of_the_published_networks():
     assert WAN_14B.parameters == 14_288_491_584
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "forward", "backward"),
     [(5460, 19.821e12, 42.639e12), (32760, 283.002e12, 666.444e12)],
@@ -66,6 +67,7 @@ def test_the_meter_counts_the_same():
     assert meter.flops == 4 * flops_of(size, plain_pass(WanModel, config, batch.latent_shape, rows)).trained
 
 
+@pytest.mark.slow
 def test_an_adapter_halves_the_backward_pass_of_the_matrices():
     plain, adapted = pass_flops(OF_14B, 32760), pass_flops(OF_14B, 32760, rank=64)
     of_adapter = adapted.forward - plain.forward
@@ -108,6 +110,7 @@ def counted(layers: int) -> tuple[int, int]:
     return forward.bytes, backward.bytes
 
 
+@pytest.mark.slow
 def test_traffic_of_a_block_is_what_its_operations_read_and_write():
     """The second block of 1.3B over 5460 tokens; rounding its weights, 6 bytes each, is no traffic of tokens."""
     few, more = counted(1), counted(2)

@@ -251,6 +251,7 @@ def test_plan_takes_the_batch_and_the_validation_that_a_start_takes_on_any_numbe
     assert planned.table["samples per rank"] == 1 and planned.notes[0] == started.notes[0]
 
 
+@pytest.mark.slow
 def test_auto_counts_compiled_blocks_on_cards_and_not_on_an_npu():
     """The elementwise traffic of a step is that of the setting which auto stands for."""
     words = ["--method", "finetune", *SMALL, *SINGLE, *CLIPS]
