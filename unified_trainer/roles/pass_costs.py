@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from diffusers import ModelMixin
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -23,8 +24,12 @@ class PassCost:
     backward: int
 
 
+# Counts of this process by architecture and shapes of inputs: roles of one architecture share them.
+_PLAIN: dict[tuple[Any, ...], PassCount] = {}
+
+
 class PassCosts:
-    """Counts passes on a copy of a model without memory, once for each shape of their inputs.
+    """Counts passes on a copy of a model without memory, once for each architecture and shape of their inputs.
 
     The gradient of a product takes as many FLOPs as the product for its input, and as many for its matrix where that is
     trained; attention takes twice its own. What activation checkpointing recomputes is not counted.
@@ -35,7 +40,8 @@ class PassCosts:
         tensors = (*model.network.parameters(), *model.network.buffers())
         self._model, self._depth = model, len(model.blocks)
         self._copy = copy.deepcopy(model, {id(x): _without_memory(x) for x in tensors})
-        self._plain: dict[tuple[Any, ...], PassCount] = {}
+        described = isinstance(model.network, ModelMixin)  # by its config; other networks share nothing
+        self._architecture = (type(model), model.network.to_json_string() if described else object())
         self._costs: dict[tuple[Any, ...], PassCost] = {}
 
     def of(self, inputs: tuple[Any, ...], named: Mapping[str, Any], adapter: str, *, to_features: bool) -> PassCost:
@@ -47,9 +53,10 @@ class PassCosts:
         shorter, share = len(self._model.blocks) < self._depth, self._model.pass_share
         key = (shapes, adapter, shorter, to_features, *share.items())
         if key not in self._costs:
-            if shapes not in self._plain:
-                self._plain[shapes] = self._counted(inputs, dict(named))
-            count = self._plain[shapes].scaled(share)
+            plain = (*self._architecture, shapes)
+            if plain not in _PLAIN:
+                _PLAIN[plain] = self._counted(inputs, dict(named))
+            count = _PLAIN[plain].scaled(share)
             self._costs[key] = self._cost(count, adapter, shorter=shorter, to_features=to_features)
         return self._costs[key]
 
