@@ -49,15 +49,16 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import make_batch
 from unified_trainer.models.base import Family
+from unified_trainer.models.blueprint import frozen_config
 from unified_trainer.models.diffusers_codec import DiffusersCodec
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.hunyuan15.family import HUNYUAN15
 from unified_trainer.models.ltx.family import LTX
 from unified_trainer.models.ltx2.family import LTX2
 from unified_trainer.models.ltx2.layout import Parts, joined, parts, with_sound
-from unified_trainer.models.qwen_image.family import QWEN_IMAGE
-from unified_trainer.models.qwen_image.model import packed, unpacked
-from unified_trainer.models.sd3.family import SD3
+from unified_trainer.models.pipeline.codec import PipelineCodec
+from unified_trainer.models.pipeline.family import pipeline_family
+from unified_trainer.models.pipeline.probe import LONG
 from unified_trainer.numerics.flow import shift_sigma
 from unified_trainer.parallel.meter import Meter
 from unified_trainer.roles import blocks
@@ -71,8 +72,8 @@ from unified_trainer.sampling.solver import SamplerConfig, generate
 from unified_trainer.tools.export.scheduler import euler_scheduler
 from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.plan.architecture import architecture_of
-from unified_trainer.tools.plan.flops import decode_flops, encode_flops, pass_flops
-from unified_trainer.tools.plan.network_size import frozen_config, measured, plain_pass
+from unified_trainer.tools.plan.flops import decode_flops, pass_flops
+from unified_trainer.tools.plan.network_size import measured, plain_pass
 from unified_trainer.tools.plan.passes import decode_bytes
 from unified_trainer.tools.sample.sample import videos
 
@@ -94,6 +95,24 @@ CAUSAL = ("self_forcing", "long_self_forcing", "streaming_tuning")
 TRAINED = [name for name in METHODS if name not in (*CAUSAL, "flow_dpo", "flow_map")]
 
 
+QWEN_IMAGE, SD3 = pipeline_family("QwenImagePipeline"), pipeline_family("StableDiffusion3Pipeline")
+PATCH = 2  # latents of Qwen-Image along the sides of a token
+
+
+def packed(x: torch.Tensor) -> torch.Tensor:
+    """Latents [b, c, 1, h, w] of Qwen-Image as tokens, each of 2 x 2 latents in the order c, dy, dx."""
+    b, c, _, height, width = x.shape
+    patches = x.reshape(b, c, height // PATCH, PATCH, width // PATCH, PATCH).permute(0, 2, 4, 1, 3, 5)
+    return patches.reshape(b, height * width // PATCH**2, c * PATCH**2)
+
+
+def unpacked(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """The latents [b, c, 1, h, w] of these tokens."""
+    b, _, d = tokens.shape
+    patches = tokens.view(b, height // PATCH, width // PATCH, d // PATCH**2, PATCH, PATCH).permute(0, 3, 1, 4, 2, 5)
+    return patches.reshape(b, d // PATCH**2, 1, height, width)
+
+
 @dataclass(frozen=True)
 class Case:
     """A family of images, or of videos: its folder, and how its pipeline in diffusers is called."""
@@ -105,7 +124,7 @@ class Case:
     first: str  # a weight that every method trains
     published: str  # a model of the hub whose sizes are known
     parameters: int  # of its network
-    pairs: int  # of queries and keys in its example
+    pairs: Callable[[int], int]  # text rows -> queries times keys in its example
     frames: int = 1
     wrong: tuple[int, str] = (5, "must be 1, not 5: this model makes images")
     unit: int = 16  # pixels of a token along its sides
@@ -156,7 +175,7 @@ CASES = {
         "img_in.weight",
         "Qwen/Qwen-Image",
         20_430_401_088,
-        pairs=2 * (4 + 4) ** 2,
+        pairs=lambda rows: 2 * (4 + rows) ** 2,
         packed=packed,
         unpacked=unpacked,
     ),
@@ -168,7 +187,7 @@ CASES = {
         "pos_embed.proj.weight",
         "stabilityai/stable-diffusion-3.5-medium",
         2_243_171_520,
-        pairs=3 * (4 + 4) ** 2 + 4**2,  # one block has an attention of the image alone
+        pairs=lambda rows: 3 * (4 + rows) ** 2 + 4**2,  # one block has an attention of the image alone
         options={"max_sequence_length": 14},
     ),
     "hunyuan15": Case(
@@ -179,7 +198,7 @@ CASES = {
         "transformer_blocks.0.attn.to_q.lora_B.weight",
         "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
         8_326_608_160,
-        pairs=2 * (8 + 4 + 4) ** 2 + 4**2,  # one block refines the text
+        pairs=lambda rows: 2 * (8 + 2 * rows) ** 2 + rows**2,  # one block refines the text
         frames=5,
         wrong=(4, "must be 4k + 1 for this VAE, not 4: set 1 or 5"),
         packed=lambda x: x,
@@ -194,7 +213,7 @@ CASES = {
         "transformer_blocks.0.attn1.to_q.lora_B.weight",
         "Lightricks/LTX-Video",
         1_923_385_472,
-        pairs=2 * 8 * (8 + 4),  # of queries of the video alone
+        pairs=lambda rows: 2 * 8 * (8 + rows),  # of queries of the video alone
         frames=9,
         wrong=(4, "must be 8k + 1 for this VAE, not 4: set 1 or 9"),
         unit=32,
@@ -210,7 +229,7 @@ CASES = {
         "transformer_blocks.0.audio_attn1.to_q.lora_B.weight",
         "Lightricks/LTX-2",
         18_876_174_592,
-        pairs=453,  # 2 x (8 x 12 + (9 x 13 + 2 x 8 x 9) / 2): the 9 tokens of the sound have half the width
+        pairs=lambda rows: 453,  # 2 x (8 x 12 + (9 x 13 + 2 x 8 x 9) / 2): the 9 tokens of the sound have half the width
         frames=9,
         wrong=(4, "must be 8k + 1 for this VAE, not 4: set 1 or 9"),
         unit=32,
@@ -473,7 +492,8 @@ def test_tiles_are_those_of_the_vae(case, folder):
     vae = frozen_config(json.loads((folder / "vae" / "config.json").read_text()))
     shape = whole.latent_shape(1, 2 * size, size)
     in_tiles, at_once = (
-        decode_bytes(type(whole), vae, shape, 1, half=False, gradient=False, tile=tile) for tile in (size, 0)
+        decode_bytes(case.family.blueprint(folder).vae, vae, shape, 1, half=False, gradient=False, tile=tile)
+        for tile in (size, 0)
     )
     assert 0.1 < in_tiles / at_once < 0.9
 
@@ -652,6 +672,17 @@ def test_diffusers_samples_an_export_as_we_do(case, folder, prompts, data, tmp_p
         torch.testing.assert_close(pixels, ours, rtol=0, atol=2e-5)
 
 
+def planned_pass(case: Case, folder: Path, model, inputs):
+    """The FLOPs that `plan` counts for a pass over inputs."""
+    x, _, cond = inputs
+    config = frozen_config(json.loads((folder / "transformer" / "config.json").read_text()))
+    return plain_pass(case.family.blueprint(folder).model, config, tuple(x.shape[1:]), text_rows(cond))
+
+
+def text_rows(cond) -> int:
+    return next(x.shape[1] for x in cond.tensors.values() if x.ndim == 3)
+
+
 def test_flops_of_meter_and_plan_are_those_that_torch_counts(case, folder):
     model = model_of(case.family, folder)
     x, sigma, cond = model.example()
@@ -659,9 +690,9 @@ def test_flops_of_meter_and_plan_are_those_that_torch_counts(case, folder):
     Backbone(model, ALONE)
     with counter, torch.no_grad(), meter.measure():
         model.velocity(x, sigma, cond)
-    attention = 4 * 24 * case.pairs  # torch knows no attention of a CPU
+    attention = 4 * 24 * case.pairs(text_rows(cond))  # torch knows no attention of a CPU
     assert (meter.tokens, meter.flops) == (4 if case.frames == 1 else 8, counter.get_total_flops() + attention)
-    plain = plain_pass(type(model), frozen_config(dict(model.network.config)), tuple(x.shape[1:]), 4)
+    plain = planned_pass(case, folder, model, (x, sigma, cond))
     planned = pass_flops(measured(model), plain)
     assert (planned.forward, planned.attention, plain.tokens) == (meter.flops, attention, meter.tokens)
 
@@ -674,32 +705,41 @@ def test_sizes_of_an_adapter_and_of_weights_in_fp32_are_those_of_a_role(case, fo
     assert (len(size.kinds) == 1) == (case.family is not SD3)  # Stable Diffusion's last block has fewer layers
     backbone = Backbone(model, ALONE, trained=False, adapters={"role": AdapterConfig(rank=2)})
     assert size.adapter(2) == sum(p.numel() for p in backbone.weights("role").values())
-    meter, x = Meter(torch.device("cpu")), model.example()[0]
+    meter, inputs = Meter(torch.device("cpu")), model.example()
     with meter.measure(), backbone.running("role"):
-        model.velocity(*model.example()).square().mean().backward()
-    plain = plain_pass(type(model), frozen_config(dict(model.network.config)), tuple(x.shape[1:]), 4)
-    assert meter.flops == pass_flops(size, plain, rank=2).trained
+        model.velocity(*inputs).square().mean().backward()
+    assert meter.flops == pass_flops(size, planned_pass(case, folder, model, inputs), rank=2).trained
 
 
 def test_flops_of_encoders_and_decoder_are_those_of_the_layers_that_run(case, folder):
     """A tower of vision and a head of the vocabulary do not; torch counts the middle's attention of the VAE too."""
-    codec, configs = codec_of(case, folder), []
-    ran: list[torch.nn.Linear] = []
+    codec, ran = codec_of(case, folder), list[int]()
+
+    def note(layer, inputs, _output):
+        ran.append(2 * inputs[0].numel() // layer.in_features * layer.weight.numel())
+
+    def listen(*encoders):
+        for layer in (layer for encoder in encoders for layer in encoder.modules() if type(layer) is torch.nn.Linear):
+            layer.register_forward_hook(note)
+
     codec.encode_text(PROMPTS[1:])
-    with codec._text_encoders.in_use() as encoders:
-        for encoder, tokenizer in zip(encoders, codec._tokenizers, strict=True):
-            layers = [layer for layer in encoder.modules() if isinstance(layer, torch.nn.Linear)]
-            hooks = [layer.register_forward_hook(lambda layer, *_: ran.append(layer)) for layer in layers]
-            codec.embed(encoder, tokenizer, PROMPTS[1])
-            for hook in hooks:
-                hook.remove()
-            configs.append(frozen_config(json.loads(encoder.config.to_json_string())))
-    tokens = (1,) * len(configs)
-    assert encode_flops(type(codec), tuple(configs), tokens) == 2 * sum(layer.weight.numel() for layer in ran)
-    with codec._vae.in_use() as vae, FlopCounterMode(display=False) as counter, torch.no_grad():
-        codec.decoded(vae, codec.of_video(torch.zeros(1, *(shape := codec.latent_shape(case.frames, *SIDES)))))
-    config = json.loads((folder / "vae" / "config.json").read_text())
-    assert decode_flops(type(codec), config, *shape[1:]) == pytest.approx(counter.get_total_flops(), rel=0.03)
+    if isinstance(codec, PipelineCodec):
+        with codec._calling(codec._text_parts()) as pipeline:
+            listen(*(pipeline.pipe.components[name] for name in codec._text_parts()))
+            pipeline.call([LONG], codec._facts.size, Image.new("RGB", (64, 64)), stop=True)
+        vae = codec._parts["vae"]
+    else:
+        with codec._text_encoders.in_use() as encoders:
+            listen(*encoders)
+            for encoder, tokenizer in zip(encoders, codec._tokenizers, strict=True):
+                codec.embed(encoder, tokenizer, LONG)
+        vae = codec._vae
+    blueprint = case.family.blueprint(folder)
+    assert blueprint.encode_flops() == sum(ran)
+    kind, config = blueprint.vae, json.loads((folder / "vae" / "config.json").read_text())
+    with vae.in_use() as vae, FlopCounterMode(display=False) as counter, torch.no_grad():
+        kind.decoded(vae, kind.of_video(torch.zeros(1, *(shape := codec.latent_shape(case.frames, *SIDES)))))
+    assert decode_flops(kind, frozen_config(config), *shape[1:]) == pytest.approx(counter.get_total_flops(), rel=0.03)
 
 
 def test_plan_knows_the_sizes_of_a_folder_and_of_the_published_model(case, folder, prompts, tmp_path, capsys):

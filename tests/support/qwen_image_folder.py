@@ -15,8 +15,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from unified_trainer.models.qwen_image.codec import TEMPLATE
-
+# The turns in which the model reads a prompt, as QwenImagePipeline writes them.
+TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
 TURNS = ("<|im_start|>", "<|im_end|>")
 WORD = r"\n|\w+|[^\w\s]"  # the template's first turn is 34 tokens, as with Qwen's own tokenizer
 SAID = "a an big small red green blue yellow circle square triangle moving moves left right up down picture of and"

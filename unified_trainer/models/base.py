@@ -294,8 +294,8 @@ class Family:
     published_layer: Callable[[str], str | None] = lambda layer: None
     # module that an export carries as pipeline.py: a diffusers pipeline that reads scheduler/sampler.json
     exported_pipeline: Path | None = None
-    # the classes of the components, by which `plan` counts memory and FLOPs; None: it refuses the family
-    blueprint: "Blueprint | None" = None
+    # folder -> its networks without weights, by which `plan` counts memory and FLOPs; None: it refuses the family
+    blueprint: "Callable[[Path], Blueprint] | None" = None
     # (folder, component, settings) -> as `model`, with sparse self-attention; None: no sparse form
     sparse: Callable[[Path, str, SparseAttentionConfig], SparseVideoModel] | None = None
     # (folder, component) -> as `model`, a flow map; None: the family has none

@@ -1,25 +1,93 @@
-"""A family's classes, by which `plan` lays out networks, VAE and text encoders from configs alone, without a folder."""
+"""The parts of a model's folder as `plan` lays them out from configs alone, without weights."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
+import torch
+from torch import Tensor, nn
+
+from unified_trainer.basics.input_files import read_json
+from unified_trainer.models.base import VideoModel
 from unified_trainer.models.diffusers_codec import DiffusersCodec
-from unified_trainer.models.diffusers_model import DiffusersModel
+
+Config = str  # a config as JSON, which can be the key of a cache
 
 
-def heads_of(config: Mapping[str, Any]) -> int:
-    """Return the heads of self-attention that the config of a diffusers transformer names."""
-    return config["num_attention_heads"]
+class ModelKind(Protocol):
+    """Makes models of networks; equal ones are one key of a cache."""
+
+    @property
+    def network_class(self) -> Any:
+        """The class of the network."""
+
+    def __call__(self, network: Any) -> VideoModel:
+        """Return the model of a network."""
+
+
+class VAEKind(Protocol):
+    """Lays out and runs the VAE of a folder; equal ones are one key of a cache."""
+
+    @property
+    def vae_class(self) -> Any:
+        """The class of the VAE."""
+
+    @property
+    def causal(self) -> bool:
+        """Whether a decoded frame depends on no later latent."""
+
+    def vae_channels(self, vae: Any) -> int:
+        """Return the channels of the latents that a VAE decodes."""
+
+    def of_video(self, latents: Tensor) -> Tensor:
+        """Return the part of latents that the VAE decodes."""
+
+    def decoded(self, vae: Any, raw: Tensor) -> Tensor:
+        """Return the video in [-1, 1] of latents in the VAE's own units."""
+
+    def tile(self, vae: Any, size: int) -> None:
+        """Let the VAE work in tiles of `size` pixels a side."""
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The classes of a family's components; a config is what config.json holds."""
+    """The networks of a folder and the sizes of its prompts."""
 
-    model: Callable[[Mapping[str, Any]], type[DiffusersModel]]  # config of a transformer -> class of its model
-    codec: type[DiffusersCodec]
-    # config of a transformer -> heads of self-attention, which sequence ranks divide; 1 refuses sequence ranks
-    heads: Callable[[Mapping[str, Any]], int] = lambda config: 1
-    images: bool = False  # whether all its videos have one frame
-    flow_map: type[DiffusersModel] | None = None  # class of the model of a flow map; None: the family has none
+    model: ModelKind
+    vae: VAEKind
+    text_shapes: Mapping[str, tuple[int, ...]]  # the largest shapes of the tensors of a prompt
+    encode_flops: Callable[[], float]  # of one prompt, counted when they are asked for
+    flow_map: ModelKind | None = None  # the model of a flow map; None: the family has none
+
+
+def codec_blueprint(
+    folder: Path, model: ModelKind, codec: type[DiffusersCodec], flow_map: ModelKind | None = None
+) -> Blueprint:
+    """Return the blueprint of a folder whose family has classes for its model and its codec."""
+    configs = [read_json(part / "config.json") for part in codec.parts(folder, "text_encoder")]
+    files = [part / "tokenizer_config.json" for part in codec.parts(folder, "tokenizer")]
+    given = [read_json(file).get("model_max_length") if file.is_file() else None for file in files]
+    most = codec.longest_text
+    longest = [most if tokens is None else int(min(most, tokens - codec.template_tokens)) for tokens in given]
+    described = [kind.config_class.from_dict(config) for kind, config in zip(codec.text_classes, configs, strict=True)]
+    widths = [config.get_text_config().hidden_size for config in described]
+    width = codec.joined_width(widths, lambda: read_json(folder / "transformer" / "config.json"))
+
+    def encode_flops() -> float:
+        """Count the products of linear layers, without attention scores."""
+        total = 0.0
+        for kind, config, tokens in zip(codec.text_classes, described, longest, strict=True):
+            with torch.device("meta"):
+                encoder = codec.text_layers(kind(config))
+            layers = (layer for layer in encoder.modules() if isinstance(layer, nn.Linear))
+            total += 2.0 * tokens * sum(layer.weight.numel() for layer in layers)
+        return total
+
+    return Blueprint(model, codec, {"text": (codec.text_rows(longest), width)}, encode_flops, flow_map)
+
+
+def frozen_config(config: Mapping[str, Any]) -> Config:
+    """Return a config as a key of a cache."""
+    return json.dumps(config, sort_keys=True)

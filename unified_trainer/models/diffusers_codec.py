@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from unified_trainer.basics.input_files import Schema, read_as, read_json
 from unified_trainer.basics.types import DTYPES, Condition, Latents, Video
-from unified_trainer.models.base import Prompt, Shape
+from unified_trainer.models.base import Prompt
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.folder import check_described, fingerprint, load_strictly, outline, read_tokenizer
 from unified_trainer.models.frozen_network import FrozenNetwork, channels_last
@@ -144,11 +144,6 @@ class DiffusersCodec:
         raise NotImplementedError
 
     @classmethod
-    def joint_shape(cls, video: Shape) -> Shape:
-        """Return the shape of latents, from that of the part that the VAE decodes."""
-        return video
-
-    @classmethod
     def of_video(cls, latents: Latents) -> Float[Tensor, "b c frames h w"]:
         """Return the part of latents that the VAE decodes."""
         return latents
@@ -162,6 +157,11 @@ class DiffusersCodec:
     def scales(cls, vae: Mapping[str, Any]) -> tuple[int, int]:
         """Return the frames and the pixels a side of a latent, from the VAE's config."""
         return vae.get("scale_factor_temporal", 4), vae.get("scale_factor_spatial", 8)
+
+    @classmethod
+    def vae_channels(cls, vae: Any) -> int:
+        """Return the channels of the latents that a VAE decodes."""
+        return len(cls.statistics(vae.config)[0])
 
     @classmethod
     def text_layers(cls, encoder: Any) -> nn.Module:

@@ -19,16 +19,12 @@ from unified_trainer.numerics.objectives import OBJECTIVES, Objective
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
 WAN = "unified_trainer.models.wan.family:WAN"
-QWEN_IMAGE = "unified_trainer.models.qwen_image.family:QWEN_IMAGE"
-SD3 = "unified_trainer.models.sd3.family:SD3"
 HUNYUAN15 = "unified_trainer.models.hunyuan15.family:HUNYUAN15"
 LTX = "unified_trainer.models.ltx.family:LTX"
 LTX2 = "unified_trainer.models.ltx2.family:LTX2"
 FAMILIES: dict[str, str | Family] = {
     "WanPipeline": WAN,
     "WanImageToVideoPipeline": WAN,
-    "QwenImagePipeline": QWEN_IMAGE,
-    "StableDiffusion3Pipeline": SD3,
     "HunyuanVideo15Pipeline": HUNYUAN15,
     "HunyuanVideo15ImageToVideoPipeline": HUNYUAN15,
     "LTXPipeline": LTX,

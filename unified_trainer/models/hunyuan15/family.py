@@ -1,14 +1,12 @@
 """The HunyuanVideo 1.5 family: how a folder of its two pipelines is opened, and what its configs say."""
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from unified_trainer.models.base import Family
-from unified_trainer.models.blueprint import Blueprint, heads_of
+from unified_trainer.models.blueprint import Blueprint, codec_blueprint
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.hunyuan15.codec import Hunyuan15Codec
 from unified_trainer.models.hunyuan15.configs import (
@@ -28,9 +26,9 @@ def open_model(folder: Path, component: str) -> Hunyuan15Model:
     return (ImageHunyuan15Model if images(folder)[0] else Hunyuan15Model).open(folder, component)
 
 
-def model_class(config: Mapping[str, Any]) -> type[Hunyuan15Model]:
-    """Return the class of a network, from its config."""
-    return ImageHunyuan15Model if config.get("task_type", "i2v") == "i2v" else Hunyuan15Model
+def blueprint(folder: Path) -> Blueprint:
+    """Return the parts of a folder, whose network takes a text, or a text and an image."""
+    return codec_blueprint(folder, ImageHunyuan15Model if images(folder)[0] else Hunyuan15Model, Hunyuan15Codec)
 
 
 def load_codec(folder: Path, device: torch.device, config: EncoderConfig) -> Hunyuan15Codec:
@@ -50,7 +48,7 @@ HUNYUAN15 = Family(
     latent_channels=lambda folder: transformer_config(folder).out_channels,
     latent_shape=latent_shape,
     attention_heads=lambda folder: transformer_config(folder).num_attention_heads,
-    blueprint=Blueprint(model_class, Hunyuan15Codec, heads=heads_of),
+    blueprint=blueprint,
     tokens=lambda folder, shape: math.prod(shape[1:]) // transformer_config(folder).patch_size ** 2,
     networks=networks,
     given_levels=lambda folder: True,

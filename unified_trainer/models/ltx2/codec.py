@@ -30,7 +30,7 @@ from unified_trainer.models.ltx2.configs import (
     latent_shape,
     transformer_config,
 )
-from unified_trainer.models.ltx2.layout import BANDS, parts, with_sound
+from unified_trainer.models.ltx2.layout import BANDS, parts
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.reading import fill
 
@@ -162,10 +162,6 @@ class Ltx2Codec(LtxVAECodec):
                 if (side % vae.tile_sample_stride_height if tiled else side) == SPACE:
                     raise UserError(f"the VAE cannot pad {SPACE} pixels by their reflection, the last of {side}: {way}")
         return super().decoded(vae, raw)
-
-    @classmethod
-    def joint_shape(cls, video: Shape) -> Shape:
-        return with_sound(video)
 
     @classmethod
     def of_video(cls, latents: Latents) -> Float[Tensor, "b c frames h w"]:

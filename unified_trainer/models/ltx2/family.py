@@ -3,7 +3,7 @@
 import math
 
 from unified_trainer.models.base import Family
-from unified_trainer.models.blueprint import Blueprint
+from unified_trainer.models.blueprint import codec_blueprint
 from unified_trainer.models.ltx.configs import SPACE
 from unified_trainer.models.ltx2.codec import Ltx2Codec
 from unified_trainer.models.ltx2.configs import latent_shape, transformer_config
@@ -31,5 +31,5 @@ LTX2 = Family(
         "guidance_rescale": 0,
         "audio_guidance_rescale": 0,
     },
-    blueprint=Blueprint(lambda config: Ltx2Model, Ltx2Codec),
+    blueprint=lambda folder: codec_blueprint(folder, Ltx2Model, Ltx2Codec),
 )

@@ -207,18 +207,8 @@ class PipelineCodec:
         return latents.to(self._device) * facts.scale.to(self._device) + facts.shift.to(self._device)
 
     def decode(self, latents: Latents) -> Video:
-        facts, raw = self._of(latents), self.raw(latents)
         with self._parts["vae"].in_use() as vae:
-            words = {
-                name: value.to(raw).expand(len(raw), *value.shape[1:]).to(vae.dtype)
-                if isinstance(value, Tensor)
-                else value
-                for name, value in facts.decode.items()
-            }
-            raw = (raw[:, :, 0] if facts.flat else raw).to(vae.dtype)
-            video = vae.decode(raw, return_dict=False, **words)[0]
-        video = video[:, :, None] if facts.flat else video
-        return (video.float() / 2 + 0.5).clamp(0, 1)
+            return (decoded(vae, self.raw(latents), self._of(latents)).float() / 2 + 0.5).clamp(0, 1)
 
     def decoder(self) -> Callable[[Latents], Video]:
         return torch.no_grad()(self.decode)
@@ -249,6 +239,22 @@ class PipelineCodec:
             f"torch {torch.__version__}, transformers {transformers.__version__}, diffusers {diffusers.__version__}"
         )
         return f"{versions}, {facts}"
+
+
+def decoded(vae: Any, raw: Latents, facts: Facts) -> Video:
+    """Return the video in [-1, 1] of latents in the VAE's own units, with the pipeline's arguments of the VAE."""
+    words = {
+        name: value.to(raw).expand(len(raw), *value.shape[1:]).to(vae.dtype) if isinstance(value, Tensor) else value
+        for name, value in facts.decode.items()
+    }
+    raw = (raw[:, :, 0] if facts.flat else raw).to(vae.dtype)
+    video = vae.decode(raw, return_dict=False, **words)[0]
+    return video[:, :, None] if facts.flat else video
+
+
+def tile(vae: nn.Module, size: int, folder: Path) -> None:
+    """Let a VAE work in tiles of `size` pixels a side; UserError for one without tiles."""
+    raise UserError(f"encoders.vae_tile: the VAE of {folder} is not tiled by this trainer; set it to 0")
 
 
 def read_whole(kind: Any, folder: Path, dtype: torch.dtype) -> nn.Module:

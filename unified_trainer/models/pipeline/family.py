@@ -6,6 +6,7 @@ from pathlib import Path
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.models.base import Family, Shape
 from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.pipeline.blueprint import blueprint
 from unified_trainer.models.pipeline.calls import SIZES
 from unified_trainer.models.pipeline.codec import PipelineCodec
 from unified_trainer.models.pipeline.known import known
@@ -67,5 +68,6 @@ def pipeline_family(name: str) -> Family:
         given_levels=lambda folder: known(folder).any().given_levels,
         guidance=guidance,
         general_recipe=general_recipe,
+        blueprint=blueprint,
         describe=lambda folder, size: str(known(folder).of_size(size)),
     )

@@ -4,6 +4,9 @@ import functools
 import itertools
 from pathlib import Path
 
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
 from unified_trainer.models.base import Shape
 from unified_trainer.models.pipeline.calls import Pipeline, ProbeError
 from unified_trainer.models.pipeline.facts import Facts, Size
@@ -33,6 +36,10 @@ class Known:
         return self._facts[size]
 
     def _learned(self, size: Size) -> Facts:
+        with torch.device("cpu"), _disable_current_modes():  # a caller may compute without memory
+            return self._learned_now(size)
+
+    def _learned_now(self, size: Size) -> Facts:
         pipeline = self.pipeline
         try:
             facts = learn(pipeline, size)

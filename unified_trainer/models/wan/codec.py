@@ -42,7 +42,7 @@ class WanCodec(DiffusersCodec):
         return text[0, tokens.attention_mask[0].bool()]
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        return latent_shape(self._outline, frames, height, width)
+        return latent_shape(self._outline.config, frames, height, width)
 
     def chunk_decoder(self) -> DecodeNext:
         """Run the VAE's own loop over latent frames and keep its feature cache from call to call."""
@@ -63,14 +63,13 @@ class WanCodec(DiffusersCodec):
 
 
 def latent_shape(
-    vae: AutoencoderKLWan, frames: int, height: int, width: int, patch: tuple[int, int] = (1, 1)
+    vae: Any, frames: int, height: int, width: int, patch: tuple[int, int] = (1, 1)
 ) -> tuple[int, int, int, int]:
-    """Return channels, latent frames, height and width of a video's latents.
+    """Return channels, latent frames, height and width of a video's latents, from the VAE's config.
 
     UserError, with the nearest good sizes, unless VAE and `patch`, latent height and width of one token, divide it.
     """
-    config = vae.config
-    time, space = config.scale_factor_temporal, config.scale_factor_spatial
+    time, space = vae.scale_factor_temporal, vae.scale_factor_spatial
     if frames < 1 or frames % time != 1:
         below = (frames - 1) // time * time + 1
         good = f"{below} or {below + time}" if frames > 1 else "1"
@@ -80,4 +79,4 @@ def latent_shape(
             parts = "VAE" if unit == space else f"VAE ({space}) and the transformer's patches ({unit // space})"
             good = multiples_near(size, unit)
             raise UserError(f"video.{name} must be a multiple of {unit} for this {parts}, not {size}: set {good}")
-    return config.z_dim, frames // time + 1, height // space, width // space
+    return vae.z_dim, frames // time + 1, height // space, width // space

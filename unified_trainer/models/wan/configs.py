@@ -3,13 +3,11 @@
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from diffusers import AutoencoderKLWan
 from pydantic import Field, model_validator
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import Schema, read_as
 from unified_trainer.models.base import EXPERTS
-from unified_trainer.models.folder import outline
 
 INDEX = "model_index.json"
 CLIP = "image_encoder"  # component of a folder
@@ -154,10 +152,9 @@ def clip_shape(folder: Path) -> tuple[int, int]:
     return (config.image_size // config.patch_size) ** 2 + 1, config.hidden_size
 
 
-def vae_outline(folder: Path) -> AutoencoderKLWan:
-    """Return the VAE of a pipeline folder without memory for its weights; UserError names file and field."""
-    read_as(VAEConfig, folder / "vae" / "config.json")
-    return outline(AutoencoderKLWan, folder / "vae")
+def vae_config(folder: Path) -> VAEConfig:
+    """Read the config of the VAE; UserError names file and field."""
+    return read_as(VAEConfig, folder / "vae" / "config.json")
 
 
 def check_folder(folder: Path) -> None:

@@ -1,16 +1,14 @@
 """The Wan family: how a WanPipeline folder is opened, and what its configs say."""
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_as, read_json
 from unified_trainer.models.base import Family, Shape
-from unified_trainer.models.blueprint import Blueprint, heads_of
+from unified_trainer.models.blueprint import Blueprint, codec_blueprint
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan import exported_pipeline
 from unified_trainer.models.wan.causal import CausalWanModel
@@ -22,7 +20,7 @@ from unified_trainer.models.wan.configs import (
     check_folder,
     clip_shape,
     transformer_config,
-    vae_outline,
+    vae_config,
 )
 from unified_trainer.models.wan.flow_map import FlowMapWanModel, check_velocity
 from unified_trainer.models.wan.image_model import FirstFrameWanModel, ImageChannelsWanModel
@@ -60,9 +58,10 @@ def open_model(folder: Path, component: str) -> WanModel:
     return kinds[images(folder)].open(folder, component)
 
 
-def model_class(config: Mapping[str, Any]) -> type[WanModel]:
-    """Return the class of a network by the channels of its config: of text, or of text and an image as channels."""
-    return WanModel if config["in_channels"] == config["out_channels"] else ImageChannelsWanModel
+def blueprint(folder: Path) -> Blueprint:
+    """Return the parts of a folder, whose network takes a text, or a text and an image as channels."""
+    model = ImageChannelsWanModel if images(folder)[0] else WanModel
+    return codec_blueprint(folder, model, WanCodec, FlowMapWanModel)
 
 
 def load_codec(folder: Path, device: torch.device, config: EncoderConfig) -> WanCodec:
@@ -79,16 +78,11 @@ def latent_channels(folder: Path) -> int:
     return transformer_config(folder).out_channels
 
 
-def latent_shape_of(folder: Path, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-    """Return the shape of a video's latents, from the VAE's config; its weights are not read."""
-    return latent_shape(vae_outline(folder), frames, height, width)
-
-
 def patched_latent_shape(folder: Path, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
     """Return the shape of a video's latents, from configs; UserError unless the transformer's patches divide it."""
     config = transformer_config(folder)
     _, *patch = config.patch_size  # all Wan transformers take latent frames one by one
-    shape = latent_shape(vae_outline(folder), frames, height, width, (patch[0], patch[1]))
+    shape = latent_shape(vae_config(folder), frames, height, width, (patch[0], patch[1]))
     longest = max(size // part for size, part in zip(shape[1:], config.patch_size, strict=True))
     if longest > config.rope_max_seq_len:
         raise UserError(
@@ -144,7 +138,7 @@ WAN = Family(
     latent_shape=patched_latent_shape,
     tokens=tokens,
     attention_heads=attention_heads,
-    blueprint=Blueprint(model_class, WanCodec, heads=heads_of, flow_map=FlowMapWanModel),
+    blueprint=blueprint,
     networks=networks,
     experts=EXPERTS,
     published_adapter=published_adapter,

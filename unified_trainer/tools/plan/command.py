@@ -2,17 +2,14 @@
 
 import json as json_format
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.ranges import Positive, PositiveFraction
 from unified_trainer.basics.terminal import console, printable, say
 from unified_trainer.run.exit_codes import DOES_NOT_FIT
 from unified_trainer.run.plan.plan import described
-from unified_trainer.run.registry import family_of
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.settings.settings import AllRunFlags
@@ -51,9 +48,6 @@ def plan(
     if bandwidth is not None:
         machine = replace(machine, bandwidth=bandwidth * 1e12)
     run = parse(settings)
-    if learned := _learned(run):
-        say(json_format.dumps(learned, indent=1) if json else "\n".join(f"{k}: {v}" for k, v in learned.items()))
-        return 0
     planned = estimate(run, machine.count)
     peak = planned.memory.total(planned.memory.peak)
     fits = peak <= machine.usable
@@ -67,18 +61,6 @@ def plan(
     elif not fits:
         _say_better(machine, alone, together)
     return 0 if fits else DOES_NOT_FIT
-
-
-def _learned(run: RunConfig) -> dict[str, str]:
-    """Return what was learned about the student's pipeline, of a family whose memory is not counted."""
-    path = run.roles["student"].path
-    if not path or not Path(path).is_dir():
-        return {}
-    family, folder = family_of("student", path)
-    if family.blueprint is not None:
-        return {}
-    said = f"memory, FLOPs and time are not counted for {read_json(folder / 'model_index.json')['_class_name']}"
-    return {"recipe": run.recipe, "pipeline": described(run, family, folder), "not counted": said}
 
 
 def _advice(run: RunConfig, planned: Estimate, machine: Hardware, peak: float) -> tuple[list[Better], Better | None]:
@@ -102,6 +84,7 @@ def _plain(
         "measured": {},
         "computed": {
             "sizes_from": dict(planned.sources),
+            "pipeline": _learned(planned),
             "parameters": dict(planned.parameters),
             "memory_bytes_of_a_rank": {"always": memory.always, "phases": memory.phases},
             "totals": {phase: memory.total(phase) for phase in memory.phases},
@@ -190,7 +173,14 @@ def _overview(planned: Estimate, machine: Hardware, mfu: float | None, price: fl
     rows.add_row("checkpoint, computed", f"{_gib(planned.checkpoint)} GiB")
     for name, source in planned.sources.items():
         rows.add_row(f"{name}, {_size(planned.parameters[name])}", printable(source))
+    if learned := _learned(planned):
+        rows.add_row("learned from the pipeline", printable(learned))
     return rows
+
+
+def _learned(planned: Estimate) -> str:
+    student = planned.sizes.models["student"]
+    return described(planned.run, student.family, student.folder)
 
 
 def _memory(planned: Estimate) -> Table:

@@ -135,7 +135,7 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
         first=first,
         steps=steps,
         shown_frames=shown_frames,
-        causal=models["student"].codec.causal,
+        causal=models["student"].vae_kind.causal,
     )
     scorers, notes = _scorers(run)
     sizes = Sizes(run, models, ranks, scorers, table["samples per rank"], table["accumulation"])

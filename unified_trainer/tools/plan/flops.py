@@ -6,17 +6,16 @@ row. Elementwise work has no FLOPs; it has traffic, the bytes that it reads and 
 
 import functools
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from unified_trainer.models.blueprint import Config
 from unified_trainer.models.pass_flops import PassCount
-from unified_trainer.tools.plan.network_size import CodecKind, Config, Matrix, NetworkSize, frozen_config
+from unified_trainer.tools.plan.network_size import Matrix, NetworkSize
 
 # Bytes of elementwise work in a block's forward pass in bf16, for each token: a factor of the width and one of the
 # feed-forward width. Eager: counted operation by operation (`tests/tools/plan/test_flops.py`) in a block of Wan. Fused:
@@ -95,35 +94,22 @@ def pass_flops(
     )
 
 
-def decode_flops(codec: CodecKind, vae: Mapping[str, Any], frames: int, height: int, width: int) -> float:
+def decode_flops(kind: Any, vae: Config, frames: int, height: int, width: int) -> float:
     """Return the FLOPs of a VAE's decoder over latents of this size."""
-    count = functools.partial(_counted_decode_flops, codec, frozen_config(vae), height=height, width=width)
-    if frames <= 4 or codec.vae_class not in (AutoencoderKLWan, AutoencoderKLQwenImage):
+    count = functools.partial(_counted_decode_flops, kind, vae, height=height, width=width)
+    if frames <= 4 or kind.vae_class not in (AutoencoderKLWan, AutoencoderKLQwenImage):
         return count(frames=frames)
     return count(frames=3) + (frames - 3) * (count(frames=4) - count(frames=3))  # from the third on, all take as many
 
 
 @functools.lru_cache(maxsize=64)
-def _counted_decode_flops(codec: CodecKind, vae: Config, *, frames: int, height: int, width: int) -> float:
+def _counted_decode_flops(kind: Any, vae: Config, *, frames: int, height: int, width: int) -> float:
     with torch.device("meta"):
-        network = codec.vae_class.from_config(json.loads(vae)).eval()
-        mean, _ = codec.statistics(network.config)
-        latents = torch.zeros(1, len(mean), frames, height, width)
+        network = kind.vae_class.from_config(json.loads(vae)).eval()
+        latents = torch.zeros(1, kind.vae_channels(network), frames, height, width)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        codec.decoded(network, codec.of_video(latents))
+        kind.decoded(network, kind.of_video(latents))
     return float(counter.get_total_flops())
-
-
-@functools.lru_cache(maxsize=16)
-def encode_flops(codec: CodecKind, encoders: tuple[Config, ...], tokens: tuple[int, ...]) -> float:
-    """Return the FLOPs of a codec's text encoders over one prompt of so many tokens each, without attention scores."""
-    total = 0.0
-    for kind, config, count in zip(codec.text_classes, encoders, tokens, strict=True):
-        with torch.device("meta"):
-            encoder = codec.text_layers(kind(kind.config_class.from_dict(json.loads(config))))
-        layers = (layer for layer in encoder.modules() if isinstance(layer, nn.Linear))
-        total += 2.0 * count * sum(layer.weight.numel() for layer in layers)
-    return total
 
 
 def score_flops() -> float:

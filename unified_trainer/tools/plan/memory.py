@@ -20,7 +20,7 @@ from unified_trainer.run.registry import method_named
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.validation.samples import samples_of_rank
 from unified_trainer.tools.plan.architecture import Architecture
-from unified_trainer.tools.plan.network_size import frozen_config, with_layers
+from unified_trainer.tools.plan.network_size import with_layers
 from unified_trainer.tools.plan.passes import (
     Network,
     PassBytes,
@@ -445,12 +445,16 @@ def _decoding(sizes: Sizes, samples: int, frames: int, *, gradient: bool) -> flo
     half = encoders.vae_precision == "bf16"
     shape = (sizes.latent[0], frames, *sizes.latent[2:])
     weights = (BF16 if half else FP32) * model.vae_weights if encoders.offload else 0
-    config, others = frozen_config(model.vae), 0.0
+    others = 0.0
     if encoders.vae_slicing and not gradient:  # without gradient a slice leaves its video alone
         video = sizes.run.video
         others, samples = FP32 * 3.0 * video.height * video.width * video.frames * (samples - 1), 1
     tile = encoders.vae_tile
-    return weights + others + decode_bytes(model.codec, config, shape, samples, half=half, gradient=gradient, tile=tile)
+    return (
+        weights
+        + others
+        + decode_bytes(model.vae_kind, model.vae, shape, samples, half=half, gradient=gradient, tile=tile)
+    )
 
 
 def _temporary(sizes: Sizes, name: str, trained: int) -> float:

@@ -11,12 +11,9 @@ import torch
 from torch import nn
 
 from unified_trainer.models.base import Shape, VideoModel
+from unified_trainer.models.blueprint import Config, frozen_config
 from unified_trainer.models.pass_flops import PassCount, count_pass
 from unified_trainer.parallel.fsdp import ROUNDED
-
-Config = str  # a config as JSON, which can be the key of a cache
-ModelKind = Any  # type[DiffusersModel]; mypy takes no class for a key of a cache
-CodecKind = Any  # type[DiffusersCodec]
 
 
 @dataclass(frozen=True)
@@ -70,31 +67,26 @@ class NetworkSize:
         return rank * sum(matrix.adapted for matrix in self.matrices.values()) + self.new + self._gates
 
 
-def frozen_config(config: Mapping[str, Any]) -> Config:
-    """Return a config as a key of a cache."""
-    return json.dumps(config, sort_keys=True)
-
-
 def with_layers(config: Config, layers: int) -> Config:
     """Return the config of a network with so many blocks, where it has a number of them."""
     values = json.loads(config)
     return frozen_config({**values, "num_layers": layers} if "num_layers" in values else values)
 
 
-def laid_out(kind: ModelKind, config: Config) -> Any:
+def laid_out(kind: Any, config: Config) -> Any:
     """Return the network of a config, on the device of the context."""
-    return kind.network_class(**{k: v for k, v in json.loads(config).items() if not k.startswith("_")})
+    return kind.network_class.from_config(json.loads(config))
 
 
 @functools.lru_cache(maxsize=16)
-def outline_of(kind: ModelKind, config: Config) -> VideoModel:
+def outline_of(kind: Any, config: Config) -> VideoModel:
     """Return the model of a config without memory."""
     with torch.device("meta"):
         return kind(laid_out(kind, config))
 
 
 @functools.lru_cache(maxsize=16)
-def size_of(kind: ModelKind, config: Config) -> NetworkSize:
+def size_of(kind: Any, config: Config) -> NetworkSize:
     """Return the sizes of the network of a config."""
     return measured(outline_of(kind, config))
 
@@ -130,7 +122,7 @@ def _kinds(blocks: Iterable[nn.Module]) -> tuple[tuple[int, ...], ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def plain_pass(kind: ModelKind, config: Config, shape: Shape, text_tokens: int) -> PassCount:
+def plain_pass(kind: Any, config: Config, shape: Shape, text_tokens: int) -> PassCount:
     """Return the FLOPs of a forward pass over one sample whose latents have this shape."""
     model = outline_of(kind, config)
     return count_pass(model, lambda: model.velocity(*model.example(shape, 1, text_tokens)))

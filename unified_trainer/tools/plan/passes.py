@@ -9,19 +9,20 @@ import json
 from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from unified_trainer.models.base import Shape, VideoModel
+from unified_trainer.models.base import Shape
+from unified_trainer.models.blueprint import Config
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone, hold_in_bf16
 from unified_trainer.roles.recompute import Recompute
 from unified_trainer.roles.role import Frozen, Precision, RoleConfig, Trainable, TrainableConfig
-from unified_trainer.tools.plan.network_size import CodecKind, Config, ModelKind, laid_out, size_of, with_layers
+from unified_trainer.tools.plan.network_size import laid_out, size_of, with_layers
 from unified_trainer.tools.plan.tracing import LiveBytes, quiet_norms
 
 FEW = 1  # blocks of each kind that are traced
@@ -34,7 +35,7 @@ ALONE = Mesh(torch.device("cpu"))
 class Network:
     """A network as a role runs it."""
 
-    kind: ModelKind  # class of its model
+    kind: Any  # class of its model
     config: Config  # of the transformer
     precision: Precision
     half: bool  # whether its frozen weights are held in bf16
@@ -132,7 +133,7 @@ def role_of(network: Network, blocks: Collection[int], fake: FakeTensorMode) -> 
         if network.half and not network.trained:
             hold_in_bf16(transformer.requires_grad_(False))
         backbone = Backbone(
-            cast(VideoModel, network.kind(transformer)),
+            network.kind(transformer),
             ALONE,
             trained=network.trained,
             adapters={"role": adapter} if network.rank else None,
@@ -183,7 +184,7 @@ def _mixed(network: Network, others: PassBytes, full: PassBytes) -> PassBytes:
 
 
 def decode_bytes(
-    codec: CodecKind, vae: Config, latent: Shape, samples: int, *, half: bool, gradient: bool, tile: int = 0
+    kind: Any, vae: Config, latent: Shape, samples: int, *, half: bool, gradient: bool, tile: int = 0
 ) -> float:
     """Return the peak memory of decoding: with gradient, everything that the backward pass needs is kept.
 
@@ -191,21 +192,21 @@ def decode_bytes(
     """
     channels, frames, *size = latent
     few, more = (
-        _decoded(codec, vae, (channels, min(count, frames), *size), half=half, gradient=gradient, tile=tile)
+        _decoded(kind, vae, (channels, min(count, frames), *size), half=half, gradient=gradient, tile=tile)
         for count in (3, 4)
     )
     return samples * (few + max(0, frames - 3) * (more - few))
 
 
 @functools.lru_cache(maxsize=64)
-def _decoded(codec: CodecKind, vae: Config, latent: Shape, *, half: bool, gradient: bool, tile: int) -> int:
+def _decoded(kind: Any, vae: Config, latent: Shape, *, half: bool, gradient: bool, tile: int) -> int:
     """Return the peak memory of decoding one sample.
 
     Without gradient on PyTorch's meta device, which takes half of the time. With gradient it counts 2.5% more there
     than on fake tensors of a CPU.
     """
     with torch.device("meta"):
-        network = codec.vae_class.from_config(json.loads(vae))
+        network = kind.vae_class.from_config(json.loads(vae))
     dtype = torch.bfloat16 if half else torch.float32
     nn.Module.to(network, dtype)  # here, where it copies nothing; diffusers' own warns of modules kept in float32
     network.eval().requires_grad_(False)
@@ -214,11 +215,11 @@ def _decoded(codec: CodecKind, vae: Config, latent: Shape, *, half: bool, gradie
         with where:
             _replace_tensors(network)
     if tile:
-        codec.tile(network, tile)
+        kind.tile(network, tile)
     with where:
         x = torch.zeros(1, *latent, dtype=dtype, requires_grad=gradient)
         with live, nullcontext() if gradient else torch.no_grad():
-            (codec.decoded(network, codec.of_video(x)).float() / 2 + 0.5).clamp(0, 1)
+            (kind.decoded(network, kind.of_video(x)).float() / 2 + 0.5).clamp(0, 1)
     return live.peak
 
 

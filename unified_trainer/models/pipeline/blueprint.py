@@ -1,0 +1,82 @@
+"""The networks of a pipeline folder without weights, by which `plan` counts memory and FLOPs."""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image as Picture
+from torch import Tensor, nn
+
+from unified_trainer.models.blueprint import Blueprint
+from unified_trainer.models.pipeline.codec import decoded, tile
+from unified_trainer.models.pipeline.known import known
+from unified_trainer.models.pipeline.model import PipelineModel
+from unified_trainer.models.pipeline.opening import NETWORKS, component_classes
+from unified_trainer.models.pipeline.probe import LONG
+
+
+@dataclass(frozen=True)
+class PipelineNetwork:
+    """Makes models of the networks of a folder."""
+
+    folder: Path
+
+    @property
+    def network_class(self) -> Any:
+        return component_classes(self.folder)[NETWORKS[0]]
+
+    def __call__(self, network: Any) -> PipelineModel:
+        return PipelineModel(network, None, known(self.folder))
+
+
+@dataclass(frozen=True)
+class PipelineVAE:
+    """Lays out and runs the VAE of a folder."""
+
+    folder: Path
+    causal = False
+
+    @property
+    def vae_class(self) -> Any:
+        return component_classes(self.folder)["vae"]
+
+    def vae_channels(self, vae: Any) -> int:
+        return known(self.folder).any().shape[0]
+
+    def of_video(self, latents: Tensor) -> Tensor:
+        return latents
+
+    def decoded(self, vae: Any, raw: Tensor) -> Tensor:
+        return decoded(vae, raw, known(self.folder).any())
+
+    def tile(self, vae: Any, size: int) -> None:
+        tile(vae, size, self.folder)
+
+
+def blueprint(folder: Path) -> Blueprint:
+    """Return the parts of a folder."""
+    facts, pipeline = known(folder).any(), known(folder).pipeline
+
+    def encode_flops() -> float:
+        """Count the products of linear layers while the longest prompt is encoded, without attention scores."""
+        seen: list[int] = []
+
+        def note(layer: nn.Linear, inputs: tuple[Tensor], _output: Tensor) -> None:
+            seen.append(2 * inputs[0].numel() // layer.in_features * layer.weight.numel())
+
+        parts = [part for name, part in pipeline.pipe.components.items() if name not in (*NETWORKS, "vae")]
+        layers = [
+            m for part in parts if isinstance(part, nn.Module) for m in part.modules() if isinstance(m, nn.Linear)
+        ]
+        hooks = [layer.register_forward_hook(note) for layer in layers]
+        try:
+            pipeline.memory.answers.clear()
+            pipeline.call([LONG], facts.size, Picture.new("RGB", facts.size[:0:-1]), stop=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return float(sum(seen))
+
+    shapes = {name: argument.shape for name, argument in facts.text.items()}
+    return Blueprint(PipelineNetwork(folder), PipelineVAE(folder), shapes, functools.cache(encode_flops))

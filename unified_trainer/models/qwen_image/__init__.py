@@ -1,1 +1,0 @@
-"""The Qwen-Image family: model and codec of text to image."""
