@@ -8,6 +8,7 @@ from pathlib import Path
 
 import diffusers
 import pytest
+import torch
 import transformers
 from pipelines.comparison import Comparison
 from pipelines.images import IMAGES
@@ -15,7 +16,9 @@ from pipelines.videos import VIDEOS
 from safetensors.torch import load_file, save_file
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.requests import Image
 from unified_trainer.models.pipeline.known import known
+from unified_trainer.models.pipeline.latents import KNOWN
 from unified_trainer.run.registry import family_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings of diffusers about its own code
@@ -27,7 +30,7 @@ GOLDEN = {
         "velocity: output; prompt: encoder_hidden_states, pooled_projections; guidance in the network: guidance"
     ),
     "ZImagePipeline": (
-        "latents: x [16, 8, 12]; time: t = -1 sigma + 1; velocity: -output; prompt: cap_feats; "
+        "latents: x [16, 1, 8, 12]; time: t = -1 sigma + 1; velocity: -output; prompt: cap_feats; "
         "guidance scale: the pipeline's + 1"
     ),
     "LuminaPipeline": (
@@ -61,9 +64,18 @@ GOLDEN = {
         "latents: hidden_states [48, 2, 2, 4]; time: timestep = 1000 sigma for each token; "
         "velocity: output; prompt: encoder_hidden_states"
     ),
+    "LTXImageToVideoPipeline": (
+        "latents: hidden_states [12, 16]; time: timestep = 1000 sigma for each token, another one for clean tokens; "
+        "velocity: output; prompt: encoder_hidden_states, encoder_attention_mask; image: first latent frames"
+    ),
+    "WanImageToVideoPipeline with a time per token": (
+        "latents: hidden_states [48, 2, 2, 4]; time: timestep = 1000 sigma for each token, another one for clean "
+        "tokens; velocity: output; prompt: encoder_hidden_states; image: first latent frames"
+    ),
 }
 ROUNDED = 2e-5  # a VAE of random weights enlarges the rounding of its latents
-OTHER_SIZE = {"WanPipeline with a time per token": {"width": 64}}  # of two latents and two tokens
+OF_TOKENS = ("WanPipeline with a time per token", "WanImageToVideoPipeline with a time per token")
+OTHER_SIZE = {name: {"width": 64} for name in OF_TOKENS} | {"LTXImageToVideoPipeline": {"height": 64, "width": 96}}
 
 
 @pytest.fixture(scope="session")
@@ -139,10 +151,24 @@ def test_clips_are_encoded_as_by_the_vae(opened):
     assert opened("QwenImagePipeline").decoding_difference() < ROUNDED
 
 
+def test_the_first_latent_of_a_clip_is_that_of_its_first_frame(opened, changed):
+    """So that stored clips have their condition images too; LTX-Video's pipeline does not scale those of images."""
+    folder = changed("LTXImageToVideoPipeline", "vae/config.json", scaling_factor=1.0)
+    size = SMALL["LTXImageToVideoPipeline"].call | OTHER_SIZE["LTXImageToVideoPipeline"]
+    for made in (opened(OF_TOKENS[1]), Comparison(folder, size)):
+        clip = torch.randint(256, (1, 3, *made.size), generator=torch.Generator().manual_seed(0))
+        latents = made.codec.encode(clip / 255)
+        image = Image.of(clip[0, :, 0].movedim(0, -1).to(torch.uint8).numpy())
+        encoded = made.codec.encode_images([(image,)], made.facts.latents.shape)
+        torch.testing.assert_close(made.codec.first_frames(latents)[KNOWN], encoded[KNOWN], rtol=0, atol=1e-5)
+    with pytest.raises(UserError, match="needs the first frames of clips, not their latents"):
+        opened("LTXImageToVideoPipeline").codec.first_frames(latents)
+
+
 def test_another_condition_makes_another_velocity(opened):
     """All tensors of the conditions reach the network, or the comparisons above would compare little."""
     made = opened("SkyReelsV2ImageToVideoPipeline")
-    x, sigma, cond = made.model.example(made.facts.shape)
+    x, sigma, cond = made.model.example(made.facts.latents.shape)
     before = made.model.velocity(x, sigma, cond)
     for name in cond.tensors:
         other = cond.updated(type(cond)({name: cond[name].roll(1, -1)}))
@@ -179,7 +205,7 @@ def test_several_frames_of_an_image_pipeline_are_refused(folder_of):
 def test_prompts_that_are_padded_without_a_mask_are_passed_alone(opened):
     """Padded prompts would be other prompts, so that a batch of the network is a pass for each sample."""
     made = opened("CogView4Pipeline")
-    assert made.facts.counted is not None
+    assert made.facts.arguments.counted is not None
     assert made.difference()[1] < ROUNDED and made.batch_difference() == 0
 
 

@@ -11,11 +11,15 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.models.pipeline.calls import Pipeline, ProbeError, made_of
+from unified_trainer.basics.types import Condition
+from unified_trainer.models.pipeline.calls import Pipeline, ProbeError
 from unified_trainer.models.pipeline.codec import PipelineCodec
-from unified_trainer.models.pipeline.facts import Facts, flat, nested
+from unified_trainer.models.pipeline.facts import Facts
 from unified_trainer.models.pipeline.known import Known
+from unified_trainer.models.pipeline.latents import KNOWN
+from unified_trainer.models.pipeline.model import PipelineModel
 from unified_trainer.models.pipeline.probe import learn
+from unified_trainer.models.pipeline.values import flat, made_of, nested
 from unified_trainer.models.pipeline.without_memory import WithoutMemory
 
 SIZE = (1, 16, 24)
@@ -35,7 +39,7 @@ class Network(nn.Module):
         if isinstance(other, str):
             assert len(x) == 1
         for block in self.blocks:
-            block(x.flatten(2).mT)
+            block(x.flatten(2).mT if x.dim() > 3 else x)
         return (0.5 * x,)
 
 
@@ -133,6 +137,40 @@ class Controlled(Stub):
             self.vae.decode(x, return_dict=False)
 
 
+class FromImage(Stub):
+    """Gives its network tokens, of which those of the first frame are the image's and have the time 0."""
+
+    cut = True  # whether the solver steps the other frames alone, or all, before the first is put back
+    after = 1.0  # factor of the first frame before it is decoded
+
+    def __call__(
+        self,
+        prompt: str,
+        image: Any,
+        height: int,
+        width: int,
+        num_frames: int,
+        num_inference_steps: int = 4,
+        generator: Any = None,
+        output_type: str = "pil",
+    ) -> None:
+        places = torch.arange(height * width // 64).reshape(1, 1, 1, height // 8, width // 8)
+        first = image.getpixel((0, 0))[0] / 255 + torch.arange(4).reshape(1, 4, 1, 1, 1) + places / 7
+        x = torch.randn(1, 4, num_frames, height // 8, width // 8, generator=generator)
+        moving = (torch.arange(num_frames) > 0).repeat_interleave(places.numel())
+        self.scheduler.set_timesteps(num_inference_steps)
+        for t in self.scheduler.timesteps:
+            x = torch.cat([first, x[:, :, 1:]], 2)
+            tokens = x.flatten(2).mT
+            v = self.transformer(tokens, t * moving[None], words([prompt], 4))[0].mT.reshape(x.shape)
+            begin = int(self.cut)
+            moved = self.scheduler.step(v[:, :, begin:], t, x[:, :, begin:], return_dict=False)[0]
+            x = torch.cat([x[:, :, :begin], moved], 2)
+        if output_type != "latent":
+            x = torch.cat([self.after * first, x[:, :, 1:]], 2)
+            self.vae.decode(2 * x + 1, return_dict=False)
+
+
 def pipeline(given: Any, kind: type[Stub] = Stub, memory: WithoutMemory | None = None) -> Pipeline:
     return Pipeline(Path("folder"), kind(given), ["transformer"], memory or WithoutMemory())
 
@@ -143,10 +181,10 @@ def learned(given: Any, kind: type[Stub] = Stub) -> Facts:
 
 def test_an_argument_with_rows_is_the_prompts_and_the_vaes_affine_map_is_read() -> None:
     facts = learned(lambda prompts, step: {"text": words(prompts, 4), "more": torch.ones(len(prompts), 2), "other": 3})
-    assert facts.text.keys() == {"text"} and facts.text["text"].shape == (4, 2)
-    assert facts.replicated == ("more",) and facts.constants["other"] == 3
-    assert float(facts.scale.max()) == 2 and float(facts.shift.max()) == 1
-    assert facts.counted is None and not facts.paired
+    assert facts.arguments.text.keys() == {"text"} and facts.arguments.text["text"].shape == (4, 2)
+    assert facts.arguments.replicated == ("more",) and facts.arguments.constants["other"] == 3
+    assert float(facts.latents.scale.max()) == 2 and float(facts.latents.shift.max()) == 1
+    assert facts.arguments.counted is None and not facts.arguments.paired
 
 
 def test_parts_of_dicts_and_layers_of_features_are_arguments_of_their_own() -> None:
@@ -156,7 +194,7 @@ def test_parts_of_dicts_and_layers_of_features_are_arguments_of_their_own() -> N
             "more": {"sums": words(prompts, 4)[:, 2]},
         }
     )
-    assert facts.text.keys() == {"text/0", "text/1", "more/sums"}
+    assert facts.arguments.text.keys() == {"text/0", "text/1", "more/sums"}
     held = {"a": {"b": {"c": 1}, "d": 2}, "e": [torch.ones(2, 3, 4)] * 11, "f": [torch.ones(3, 4)], "g": {}}
     apart = flat(held, 2)
     assert {"a/b/c", "a/d", "e/10", "f", "g"} <= apart.keys()
@@ -200,14 +238,14 @@ def test_padded_prompts_need_a_mask_or_are_encoded_and_called_alone() -> None:
         return {"text": words(prompts), "more": (words(prompts)[:, :, 0] > 0).int()}
 
     alone = learned(bare)
-    assert alone.counted == ("other",) and not alone.paired and alone.text["text"].listed
-    assert len(alone.constants["other"]) == 12
-    assert learned(masked).paired and learned(masked).counted is None
+    assert alone.arguments.counted == ("other",) and not alone.arguments.paired and alone.arguments.text["text"].listed
+    assert len(alone.arguments.constants["other"]) == 12
+    assert learned(masked).arguments.paired and learned(masked).arguments.counted is None
 
 
 def test_a_pipeline_of_one_sample_at_a_time_has_rows_where_its_network_takes_two() -> None:
     facts = learned(lambda prompts, step: {"text": words(prompts, 4), "more": torch.ones(1, 2)}, OneAtATime)
-    assert facts.text.keys() == {"text"} and facts.replicated == ("more",)
+    assert facts.arguments.text.keys() == {"text"} and facts.arguments.replicated == ("more",)
     with pytest.raises(ProbeError, match="makes one sample at a time"):
         learned(lambda prompts, step: {"text": words(prompts, 4), "other": "single"}, OneAtATime)
 
@@ -216,13 +254,40 @@ def test_an_image_that_the_call_needs_is_found_and_may_not_go_into_the_latents(m
     held = Known(Path("folder"))
     held.pipeline = pipeline(None, Controlled)
     assert not held.pipeline.takes_image
-    assert held.of_size(SIZE).images.keys() == {"other"} and held.pipeline.takes_image
+    assert held.of_size(SIZE).arguments.images.keys() == {"other"} and held.pipeline.takes_image
     monkeypatch.setattr(Controlled, "into", "latents")
     with pytest.raises(ProbeError, match="writes its image into the noisy latents"):
         learn(held.pipeline, SIZE)
     monkeypatch.setattr(Controlled, "into", "nothing")
     with pytest.raises(ProbeError, match="no argument that follows from the image"):
         learn(held.pipeline, SIZE)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_first_frame_that_follows_from_the_image_is_clean(monkeypatch: pytest.MonkeyPatch, cut: bool) -> None:
+    monkeypatch.setattr(FromImage, "cut", cut)
+    probed = pipeline(None, FromImage)
+    facts = learn(probed, (3, 16, 24))
+    assert facts.latents.known == 1 and facts.arguments.images.keys() == {KNOWN}
+    assert facts.arguments.images[KNOWN].shape == (4, 1, 2, 3)
+    order = torch.arange(72).reshape(18, 4).T.flatten()
+    assert torch.equal(facts.latents.order, order) and facts.latents.shape == (4, 3, 2, 3)
+    assert facts.time.at(torch.tensor([0.5, 0.25])).tolist() == [[0.0] * 6 + [s] * 12 for s in (500, 250)]
+    network = Network()
+    network.forward = lambda x, time, text: (x + time[..., None],)
+    held = Known(Path("folder"))
+    held.pipeline, held._facts = probed, {facts.size: facts}
+    model = PipelineModel(network, None, held)
+    x_t, known, sigma = torch.randn(2, 4, 3, 2, 3), torch.randn(2, 4, 1, 2, 3), torch.tensor([0.5, 0.25])
+    v = model.velocity(x_t, sigma, Condition({"text": torch.zeros(2, 4, 2), KNOWN: known}))
+    torch.testing.assert_close(x_t[:, :, :1] - v[:, :, :1] * sigma.view(2, 1, 1, 1, 1), known)
+    torch.testing.assert_close(v[:, :, 1:], x_t[:, :, 1:] + 1000 * sigma.view(2, 1, 1, 1, 1))
+
+
+def test_a_first_frame_that_is_changed_before_decoding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FromImage, "after", 1.5)
+    with pytest.raises(ProbeError, match="changes the latents of its image before it decodes them"):
+        learn(pipeline(None, FromImage), (3, 16, 24))
 
 
 def test_a_prompt_that_changes_a_constant_is_refused() -> None:
@@ -232,10 +297,15 @@ def test_a_prompt_that_changes_a_constant_is_refused() -> None:
     probed = pipeline(given)
     facts = learn(probed, SIZE)
     codec = SimpleNamespace(_facts=facts, folder=Path("folder"))
-    for prompt in ("a dog", "a longer prompt"):
-        PipelineCodec._check_constants(codec, probed.call([prompt], SIZE, None, stop=True).inputs[0], prompt)
+
+    def check(prompt: str) -> None:
+        inputs = probed.call([prompt], SIZE, None, stop=True).inputs[0]
+        PipelineCodec._check_constants(codec, facts.latents.apart(inputs), prompt)
+
+    check("a dog")
+    check("a longer prompt")
     with pytest.raises(UserError, match="makes other of prompt 'stop!'"):
-        PipelineCodec._check_constants(codec, probed.call(["stop!"], SIZE, None, stop=True).inputs[0], "stop!")
+        check("stop!")
 
 
 def test_what_a_network_makes_is_found_in_every_form_that_it_has():

@@ -29,13 +29,14 @@ def image_of(cond: Condition) -> Tensor:
     return cond["image"]
 
 
-def to_first_frame(v: Latents, x_t: Latents, sigma: PerSample, known: Float[Tensor, "b c 1 h w"]) -> Latents:
-    """Return velocities `v` with those of a known first latent frame: (x_t - known) / sigma.
+def to_first_frames(v: Latents, x_t: Latents, sigma: PerSample, known: Float[Tensor, "b c f h w"]) -> Latents:
+    """Return velocities `v` with those of known first latent frames: (x_t - known) / sigma.
 
     x_t - sigma velocity is then the image at every step. Flow-matching losses are 0 there if the data begin with it.
     """
-    to_known = (x_t[:, :, :1] - known) / sigma.to(x_t).view(-1, 1, 1, 1, 1)
-    return torch.cat([to_known, v[:, :, 1:]], 2)
+    frames = known.shape[2]
+    to_known = (x_t[:, :, :frames] - known) / sigma.to(x_t).view(-1, 1, 1, 1, 1)
+    return torch.cat([to_known, v[:, :, frames:]], 2)
 
 
 class ImageTensors:

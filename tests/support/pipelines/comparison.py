@@ -14,10 +14,12 @@ import torch
 from helpers import ALONE, CPU
 from PIL import Image as Picture
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from unified_trainer.basics.requests import Image
 from unified_trainer.basics.types import Condition
 from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.pipeline.calls import most_likely
 from unified_trainer.models.pipeline.codec import PipelineCodec
 from unified_trainer.models.pipeline.family import networks
 from unified_trainer.models.pipeline.known import known
@@ -67,7 +69,7 @@ class Comparison:
         if self.picture is None:
             return cond
         image = Image.of(np.array(self.picture))
-        return cond.updated(self.codec.encode_images([(image,)] * len(PROMPTS), self.facts.shape))
+        return cond.updated(self.codec.encode_images([(image,)] * len(PROMPTS), self.facts.latents.shape))
 
     @cached_property
     def walks(self) -> Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -76,8 +78,7 @@ class Comparison:
 
     @torch.no_grad()
     def _walk(self, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        with noting(self.pipeline.scheduler) as seen, torch.random.fork_rng():
-            torch.manual_seed(1)  # some draw from their VAE's posterior, with the generator or without
+        with noting(self.pipeline) as (started, decoded), most_likely():
             made = self.pipeline(
                 prompt=PROMPTS[number],
                 num_inference_steps=STEPS,
@@ -87,7 +88,9 @@ class Comparison:
             )
         frames = made.images if "images" in made else made.frames
         frames = frames.float()[:, :, None] if frames.dim() == 4 else frames.float().transpose(1, 2)
-        x, last = self._ours(seen[0][0]), self._ours(seen[-1][1])
+        last = (decoded[0][:, :, None] if self.facts.latents.flat else decoded[0]).float()
+        last = (last - self.facts.latents.shift) / self.facts.latents.scale
+        x = self.facts.latents.ours(self.facts.latents.of_argument(started[0]))
         levels = self.pipeline.scheduler.sigmas.tolist()
         for sigma, following in itertools.pairwise(levels):
             at = torch.tensor([sigma], dtype=torch.float64)
@@ -102,10 +105,6 @@ class Comparison:
         given |= {"max_area": self.size[1] * self.size[2]} if "max_area" in names else {}
         given |= {"guidance_scale": float(names["guidance_scale"].default)} if self.facts.guidance else {}
         return given | ({self.known.pipeline.image: self.picture} if self.picture is not None else {})
-
-    def _ours(self, native: Tensor) -> Tensor:
-        flat = native.flatten(1)
-        return (flat if self.facts.order is None else flat[:, self.facts.order]).reshape(1, *self.facts.shape)
 
     def difference(self) -> tuple[float, float]:
         """The largest difference of latents, in parts of the largest latent, and that of pixels in 0 to 1."""
@@ -140,28 +139,35 @@ class Comparison:
     def decoding_difference(self) -> float:
         """The largest difference of decode(encode(clip)) from the VAE alone."""
         clip = torch.rand(1, 3, *self.size, generator=torch.Generator().manual_seed(0))
-        vae, flat = self.pipeline.vae, self.facts.flat
+        vae, flat = self.pipeline.vae, self.facts.latents.flat
         held = vae.encode((clip[:, :, 0] if flat else clip) * 2 - 1)
         latents = held.latent_dist.mode() if "latent_dist" in held else held.latent
-        alone = vae.decode(latents, **self.facts.decode).sample
+        alone = vae.decode(latents, **self.facts.latents.decode).sample
         alone = (alone[:, :, None] if flat else alone) / 2 + 0.5
         return float((self.codec.decode(self.codec.encode(clip)) - alone.clamp(0, 1)).abs().max())
 
 
 @contextmanager
-def noting(scheduler: Any) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Note the latents before and after each step of a scheduler."""
-    seen: list[tuple[Tensor, Tensor]] = []
-    own = scheduler.step
+def noting(pipeline: Any) -> Iterator[tuple[list[Mapping[str, Any]], list[Tensor]]]:
+    """Note the arguments of the network's calls, and what the VAE decodes."""
+    started, decoded = list[Mapping[str, Any]](), list[Tensor]()
+    network, vae = pipeline.transformer, pipeline.vae
+    signature, own = inspect.signature(network.forward), vae.decode
 
-    def step(velocity: Any, time: Any, x: Tensor, *more: Any, **named: Any) -> Any:
-        before, moved = x.clone(), own(velocity, time, x, *more, **named)
-        seen.append((before, moved[0] if isinstance(moved, tuple) else moved.prev_sample))
-        return moved
+    def decode(z: Tensor, *more: Any, **named: Any) -> Any:
+        decoded.append(z)
+        return own(z, *more, **named)
 
-    step.__signature__ = inspect.signature(own)
-    scheduler.step = step
+    def note(_network: Any, given: Any, named: Any) -> None:
+        started.append(tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, bound(given, named)))
+
+    def bound(given: Any, named: Any) -> Any:
+        return dict(signature.bind(*given, **named).arguments)
+
+    hook = network.register_forward_pre_hook(note, with_kwargs=True)
+    vae.decode = decode
     try:
-        yield seen
+        yield started, decoded
     finally:
-        del scheduler.step
+        hook.remove()
+        del vae.decode

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from unified_trainer.basics.types import Condition, Latents, PerSample
 from unified_trainer.models.base import Shape
 from unified_trainer.models.diffusers_model import DiffusersModel
-from unified_trainer.models.image_tensors import to_first_frame
+from unified_trainer.models.image_tensors import to_first_frames
 from unified_trainer.models.ltx.configs import FPS, SPACE, TIME
 from unified_trainer.models.ltx.shared_tokens import SelfAttention
 from unified_trainer.parallel.mesh import Mesh
@@ -60,7 +60,7 @@ class LtxModel(DiffusersModel):
         times = time[:, None].repeat(1, x_t.shape[2] * frame)
         times[:, :frame] = 0
         v = self._predicted(torch.cat([known.to(x_t.dtype), x_t[:, :, 1:]], 2), times, cond)
-        return to_first_frame(v, x_t, sigma, known)
+        return to_first_frames(v, x_t, sigma, known)
 
     def _predicted(self, x: Latents, time: Float[Tensor, " b"] | Float[Tensor, "b tokens"], cond: Condition) -> Latents:
         """Return the network's velocity at the times of samples or of tokens."""

@@ -9,11 +9,11 @@ from PIL import Image as Picture
 from torch import Tensor, nn
 
 from unified_trainer.models.blueprint import Blueprint
+from unified_trainer.models.pipeline.arguments import LONG
 from unified_trainer.models.pipeline.codec import decoded, tile
 from unified_trainer.models.pipeline.known import known
 from unified_trainer.models.pipeline.model import PipelineModel
 from unified_trainer.models.pipeline.opening import NETWORKS, component_classes
-from unified_trainer.models.pipeline.probe import LONG
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PipelineVAE:
         return component_classes(self.folder)["vae"]
 
     def vae_channels(self, vae: Any) -> int:
-        return known(self.folder).any().shape[0]
+        return known(self.folder).any().latents.shape[0]
 
     def of_video(self, latents: Tensor) -> Tensor:
         return latents
@@ -78,5 +78,5 @@ def blueprint(folder: Path) -> Blueprint:
                 hook.remove()
         return float(sum(seen))
 
-    shapes = {name: argument.shape for name, argument in facts.text.items()}
+    shapes = {name: argument.shape for name, argument in facts.arguments.text.items()}
     return Blueprint(PipelineNetwork(folder), PipelineVAE(folder), shapes, functools.cache(encode_flops))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteSchedulerOutput
 from PIL import Image as Picture
 from torch import Tensor, nn
@@ -16,9 +17,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import tree_map
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.models.pipeline.facts import Size, flat
+from unified_trainer.models.pipeline.values import Size, flat, made_of
 from unified_trainer.models.pipeline.without_memory import WithoutMemory
 
+SHORT = "a cat"
 STEPS = 4  # of a call: enough to tell a line from a curve
 OFF = {"guidance_scale": 1.0, "true_cfg_scale": 1.0, "guidance_rescale": 0.0, "stg_scale": 0.0}
 OFF |= {"use_resolution_binning": False, "_auto_resize": False}  # the size is what was asked for
@@ -29,7 +31,6 @@ OFF |= {
 }  # other prompts, written by chance; sound
 SIZES = {"num_frames": 0, "frames": 0, "height": 1, "width": 2}  # arguments of the call, and their place in a size
 IMAGES = ("image", "control_image")  # arguments of the call that may be a sample's condition image
-PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt")
 
 
 class ProbeError(UserError):
@@ -49,24 +50,8 @@ class CallRecord:
     steps: list[tuple[Any, Tensor, Tensor]] = field(default_factory=list)  # the scheduler's velocity, latents, result
     sigmas: Tensor = field(default_factory=lambda: torch.empty(0))
     given_levels: bool = False
+    encoded: list[Tensor] = field(default_factory=list)  # by the VAE
     decoded: tuple[Tensor, tuple[Any, ...], dict[str, Any]] | None = None  # the arguments of the VAE's decode
-
-
-def stacked(value: Any) -> Tensor:
-    """Return a list of tensors as one."""
-    return torch.stack(list(value)) if isinstance(value, (list, tuple)) else value
-
-
-def made_of(output: Any) -> Any:
-    """Return what a network makes: its output, the first of several, or the `sample` of an object."""
-    if isinstance(output, (Tensor, list)):
-        return output
-    return output[0] if isinstance(output, tuple) else output.sample
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape are equal, up to rounding."""
-    return bool(torch.allclose(a.double(), b.double(), atol=1e-4, rtol=1e-4))
 
 
 @contextmanager
@@ -78,6 +63,23 @@ def _silent() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
+
+
+@contextmanager
+def most_likely() -> Iterator[list[Tensor]]:
+    """Note what a VAE encodes; its posterior is its mode, also for pipelines that draw the latents of an image."""
+    kind, encoded = DiagonalGaussianDistribution, list[Tensor]()
+    before = {name: vars(kind)[name] for name in ("sample", "mode")}
+
+    def mode(posterior: Any, generator: Any = None) -> Tensor:
+        encoded.append(before["mode"](posterior))
+        return encoded[-1]
+
+    try:
+        kind.sample = kind.mode = mode
+        yield encoded
+    finally:
+        kind.sample, kind.mode = before["sample"], before["mode"]
 
 
 class Pipeline:
@@ -114,12 +116,11 @@ class Pipeline:
         size: Size,
         image: Picture.Image | None,
         *,
-        samples: int = 1,
         latents: Tensor | None = None,
         stop: bool = False,
         **options: Any,
     ) -> CallRecord:
-        """Call the pipeline, with `samples` of each prompt; ProbeError for a call that fails.
+        """Call the pipeline; ProbeError for a call that fails.
 
         `latents` are what each of two solver steps returns, up to the VAE's decoding. With `stop` the call ends at the
         network's first call.
@@ -128,7 +129,7 @@ class Pipeline:
         given |= {name: size[place] for name, place in SIZES.items() if name in self.names}
         given |= {"max_area": size[1] * size[2]} if "max_area" in self.names else {}
         given |= {self.image: image} if self.takes_image else {}
-        given |= {name: samples for name in PER_PROMPT if name in self.names and samples > 1} | options
+        given |= options
         given["output_type"] = "latent" if latents is None else "pt"
         given["num_inference_steps"] = STEPS if latents is None else 2
         seen, text = CallRecord(), prompts[0] if len(prompts) == 1 else list(prompts)
@@ -136,10 +137,9 @@ class Pipeline:
             with (
                 torch.no_grad(),
                 _silent(),
-                torch.random.fork_rng(),
-                self._watched(seen, len(prompts) * samples, latents, stop=stop),
+                most_likely() as seen.encoded,
+                self._watched(seen, len(prompts), latents, stop=stop),
             ):
-                torch.manual_seed(1)  # some draw from a VAE's posterior without the generator
                 self.pipe(prompt=text, generator=torch.Generator().manual_seed(1), **given)
         except _Reached:
             pass

@@ -21,11 +21,14 @@ from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.folder import fingerprint, read_pretrained
 from unified_trainer.models.frozen_network import FrozenNetwork, channels_last
 from unified_trainer.models.image_tensors import ImageTensors
-from unified_trainer.models.pipeline.facts import BEHIND, Facts
+from unified_trainer.models.pipeline.arguments import LONG
+from unified_trainer.models.pipeline.calls import SHORT
+from unified_trainer.models.pipeline.facts import Facts
 from unified_trainer.models.pipeline.known import known
+from unified_trainer.models.pipeline.latents import KNOWN
 from unified_trainer.models.pipeline.model import ROWS
 from unified_trainer.models.pipeline.opening import NETWORKS, component_classes
-from unified_trainer.models.pipeline.probe import SHORT, differ, first_row, text_call
+from unified_trainer.models.pipeline.values import differ
 from unified_trainer.models.prompt_embeddings import PromptEmbeddings
 from unified_trainer.models.prompt_tensors import Shapes, difference, stack
 from unified_trainer.parallel.device import rounds_products
@@ -74,8 +77,10 @@ class PipelineCodec:
             raise UserError(f"encoders.embedded_guidance: the network of {folder} takes no guidance; leave it out")
         if self._guidance is None and self._facts.guidance:
             self._guidance = float(self._known.pipeline.names["guidance_scale"].default)
-        self.text_shapes: Shapes = {name: argument.shape for name, argument in self._facts.text.items()}
-        self.text_shapes |= {name + ROWS: () for name, argument in self._facts.text.items() if argument.listed}
+        self.text_shapes: Shapes = {name: argument.shape for name, argument in self._facts.arguments.text.items()}
+        self.text_shapes |= {
+            name + ROWS: () for name, argument in self._facts.arguments.text.items() if argument.listed
+        }
         tf32 = rounds_products() and config.text_precision == "fp32"
         encoder = f"{self._identity()} {config.text_precision} {device.type} {tf32} {self.text_shapes}"
         self._embeddings = PromptEmbeddings(self._embed, encoder, self.text_shapes, config)
@@ -98,7 +103,7 @@ class PipelineCodec:
         return f"{self._facts.pipeline} {self._settings} {fingerprint(self.folder / 'vae')}"
 
     def latent_shape(self, frames: int, height: int, width: int) -> Shape:
-        return self._known.of_size((frames, height, width)).shape
+        return self._known.of_size((frames, height, width)).latents.shape
 
     # Prompts
 
@@ -131,16 +136,17 @@ class PipelineCodec:
         return f"{said}, {rest}; embeddings in {self._embeddings.place}"
 
     def _embed(self, prompts: Sequence[str]) -> Generator[Prompt, None, None]:
-        facts = self._facts
+        facts, arguments = self._facts, self._facts.arguments
         black = Picture.new("RGB", (facts.size[2], facts.size[1]))
         with self._calling(self._text_parts()) as pipeline:
             for prompt in prompts:
-                given = text_call(pipeline, prompt, facts.size, black, paired=facts.paired).inputs[0]
+                both = [prompt, LONG] if arguments.paired else [prompt]
+                given = facts.latents.apart(pipeline.call(both, facts.size, black, stop=True).inputs[0])
                 self._check_constants(given, prompt)
                 tensors: dict[str, Tensor] = {}
-                for name, argument in facts.text.items():
+                for name, argument in arguments.text.items():
                     # a mask that is left out marks all rows
-                    row = torch.ones(argument.shape) if given.get(name) is None else first_row(given[name])
+                    row = torch.ones(argument.shape) if given.get(name) is None else given[name][0]
                     tensors[name] = row.to(argument.dtype).cpu()
                     if argument.listed:
                         tensors[name + ROWS] = torch.tensor(len(row))
@@ -148,14 +154,17 @@ class PipelineCodec:
 
     def _check_constants(self, given: Mapping[str, Any], prompt: str) -> None:
         """Raise UserError if this prompt changes an argument that was learned to follow from no prompt."""
-        facts = self._facts
-        behind = facts.behind(given[facts.latents]) if facts.channels else None
-        known = {facts.latents, facts.time, facts.guidance, *facts.text, *facts.images}
-        for name in {*given, *facts.constants} - known:
-            value, held = facts.constants.get(name), behind if name == BEHIND else given.get(name)
-            if name in (facts.counted or ()) and isinstance(held, Tensor):
-                value = facts.constants[name][: len(held)]
-            if differ(value, held, row=name in facts.replicated):
+        facts, arguments = self._facts, self._facts.arguments
+        for name in {*given, *arguments.constants} - {
+            facts.time.name,
+            facts.guidance,
+            *arguments.text,
+            *arguments.images,
+        }:
+            value, held = arguments.constants.get(name), given.get(name)
+            if name in (arguments.counted or ()) and isinstance(held, Tensor):
+                value = arguments.constants[name][: len(held)]
+            if differ(value, held, row=name in arguments.replicated):
                 raise UserError(
                     f"{self.folder}: {facts.pipeline} makes {name} of prompt {prompt!r}, not of others: "
                     "this prompt cannot be trained with this pipeline"
@@ -168,16 +177,17 @@ class PipelineCodec:
         return self._images.condition(images, latent_shape, self._encode_image).map(lambda x: x.to(self._device))
 
     def first_frames(self, latents: Latents) -> Condition:
-        raise UserError(f"{self.folder}: this network needs the first frames of clips, not their latents")
+        facts = self._of(latents)
+        if facts.arguments.images.keys() != {KNOWN} or not facts.latents.known_encoded:
+            raise UserError(f"{self.folder}: this network needs the first frames of clips, not their latents")
+        return Condition({KNOWN: latents[:, :, : facts.latents.known]})
 
     def _encode_image(self, image: Image, latent_shape: Shape) -> dict[str, Tensor]:
         facts = self._known.of_shape(latent_shape)
-        picture = image.picture(*facts.size[1:])
-        with self._calling(facts.image_parts) as pipeline:
-            given = pipeline.call([SHORT], facts.size, picture, stop=True).inputs[0]
-        if facts.channels:
-            given[BEHIND] = facts.behind(given[facts.latents])
-        return {name: first_row(given[name]).to(argument.dtype).cpu() for name, argument in facts.images.items()}
+        picture, arguments = image.picture(*facts.size[1:]), facts.arguments
+        with self._calling(arguments.image_parts) as pipeline:
+            given = facts.latents.apart(pipeline.call([SHORT], facts.size, picture, stop=True).inputs[0])
+        return {name: given[name][0].to(argument.dtype).cpu() for name, argument in arguments.images.items()}
 
     # Latents
 
@@ -193,18 +203,18 @@ class PipelineCodec:
     def encode_raw(self, video: Video) -> Latents:
         pixels = video.to(self._device) * 2 - 1
         with self._parts["vae"].in_use() as vae:
-            pixels = (pixels[:, :, 0] if self._facts.flat else pixels).to(vae.dtype)
+            pixels = (pixels[:, :, 0] if self._facts.latents.flat else pixels).to(vae.dtype)
             held = vae.encode(pixels, return_dict=False)[0]
             raw = (held if isinstance(held, Tensor) else held.mean).float()
-        return raw[:, :, None] if self._facts.flat else raw
+        return raw[:, :, None] if self._facts.latents.flat else raw
 
     def normalise(self, raw: Latents) -> Latents:
         facts = self._of(raw)
-        return (raw.to(self._device) - facts.shift.to(self._device)) / facts.scale.to(self._device)
+        return (raw.to(self._device) - facts.latents.shift.to(self._device)) / facts.latents.scale.to(self._device)
 
     def raw(self, latents: Latents) -> Latents:
         facts = self._of(latents)
-        return latents.to(self._device) * facts.scale.to(self._device) + facts.shift.to(self._device)
+        return latents.to(self._device) * facts.latents.scale.to(self._device) + facts.latents.shift.to(self._device)
 
     def decode(self, latents: Latents) -> Video:
         with self._parts["vae"].in_use() as vae:
@@ -245,11 +255,11 @@ def decoded(vae: Any, raw: Latents, facts: Facts) -> Video:
     """Return the video in [-1, 1] of latents in the VAE's own units, with the pipeline's arguments of the VAE."""
     words = {
         name: value.to(raw).expand(len(raw), *value.shape[1:]).to(vae.dtype) if isinstance(value, Tensor) else value
-        for name, value in facts.decode.items()
+        for name, value in facts.latents.decode.items()
     }
-    raw = (raw[:, :, 0] if facts.flat else raw).to(vae.dtype)
+    raw = (raw[:, :, 0] if facts.latents.flat else raw).to(vae.dtype)
     video = vae.decode(raw, return_dict=False, **words)[0]
-    return video[:, :, None] if facts.flat else video
+    return video[:, :, None] if facts.latents.flat else video
 
 
 def tile(vae: nn.Module, size: int, folder: Path) -> None:

@@ -15,12 +15,12 @@ from unified_trainer.models.pipeline.model import PipelineModel
 
 def latent_shape(folder: Path, frames: int, height: int, width: int) -> Shape:
     """Return the shape of latents; UserError for a size that the pipeline does not make."""
-    return known(folder).of_size((frames, height, width)).shape
+    return known(folder).of_size((frames, height, width)).latents.shape
 
 
 def images(folder: Path) -> tuple[int, int]:
     """Return the fewest and the most condition images of a sample."""
-    return (1, 1) if known(folder).any().images else (0, 0)
+    return (1, 1) if known(folder).any().arguments.images else (0, 0)
 
 
 def networks(folder: Path) -> tuple[tuple[str, ...], float | None]:
@@ -60,7 +60,7 @@ def pipeline_family(name: str) -> Family:
         pipelines=(name,),
         model=PipelineModel.open,
         codec=PipelineCodec.load,
-        latent_channels=lambda folder: known(folder).any().shape[0],
+        latent_channels=lambda folder: known(folder).any().latents.shape[0],
         latent_shape=latent_shape,
         tokens=lambda folder, shape: known(folder).of_shape(shape).features[2],
         networks=networks,

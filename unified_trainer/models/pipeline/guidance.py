@@ -1,20 +1,30 @@
 """The rule by which a pipeline guides: what its scheduler is given, compared with rules that are known."""
 
 from itertools import permutations
-from typing import Any
+from typing import Any, Literal
 
 from PIL import Image as Picture
 from torch import Tensor
 
-from unified_trainer.models.pipeline.calls import CallRecord, Pipeline, same, stacked
-from unified_trainer.models.pipeline.facts import Place, Rule, Size
+from unified_trainer.models.pipeline.calls import CallRecord, Pipeline
+from unified_trainer.models.pipeline.latents import FoundLatents
+from unified_trainer.models.pipeline.values import Place, Size, same, stacked
+
+Rule = Literal["plain", "norm", "unknown"]  # norm: each token, or row, keeps the norm of the conditional velocity
 
 SCALE = 3.0
-NEGATIVE = "a dog"
+NEGATIVE = "two dogs and a bird"  # of another length, because a small vocabulary knows neither
 
 
 def rule_of(
-    pipeline: Pipeline, prompt: str, size: Size, image: Picture.Image, *, sign: float, output: Place | None
+    pipeline: Pipeline,
+    prompt: str,
+    size: Size,
+    image: Picture.Image,
+    latents: FoundLatents,
+    *,
+    sign: float,
+    output: Place | None,
 ) -> tuple[Rule, float]:
     """Return the rule, and by how much our scale is larger than the pipeline's.
 
@@ -25,17 +35,16 @@ def rule_of(
     made = [stacked(x).double() * sign for x in seen.outputs[:each]]
     if output:
         made = [x.narrow(output[0], 0, output[1]) for x in made]
-    given = stacked(seen.steps[0][0]).double()
-    rows = [x.reshape(-1, *given.shape[1:]) for x in made]
-    passes = list(rows[0].split(len(given))) if each == 1 else rows
+    given = latents.of_given(stacked(seen.steps[0][0]).double())
+    passes = [x.reshape(1, *latents.native) for each_call in made for x in each_call]
     if len(passes) == 1:
         return "plain", 0.0  # it has no guidance by two passes
     for cond, uncond in permutations(passes[:2], 2):
         for more in (0.0, 1.0):
             guided = uncond + (SCALE + more) * (cond - uncond)
-            if same(guided, given):
+            if same(latents.of_step(guided), given):
                 return "plain", more
-            if same(with_norm(guided, cond), given):
+            if same(latents.of_step(with_norm(guided, cond)), given):
                 return "norm", more
     return "unknown", 0.0
 

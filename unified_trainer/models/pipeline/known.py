@@ -9,9 +9,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from unified_trainer.models.base import Shape
 from unified_trainer.models.pipeline.calls import Pipeline, ProbeError
-from unified_trainer.models.pipeline.facts import Facts, Size
+from unified_trainer.models.pipeline.facts import Facts
 from unified_trainer.models.pipeline.opening import open_pipeline
 from unified_trainer.models.pipeline.probe import learn
+from unified_trainer.models.pipeline.values import Size
 
 FRAMES, SIDES = (1, 5, 9, 17), (32, 64, 128, 256, 512)  # of the small videos that a pipeline is tried on
 
@@ -53,36 +54,37 @@ class Known:
             except ProbeError as with_image:
                 pipeline.takes_image = with_image.__cause__ is None
                 raise
-        if self._facts and facts.text != self.any().text:
-            raise pipeline.refuse(f"makes {', '.join(facts.text)} of the prompt and the size together")
+        if self._facts and facts.arguments.text != self.any().arguments.text:
+            raise pipeline.refuse(f"makes {', '.join(facts.arguments.text)} of the prompt and the size together")
         return facts
 
     def any(self) -> Facts:
         """Return the facts at the size that was asked for first, or at a small one."""
+        first: ProbeError | None = None
         for size in [] if self._facts else itertools.product(FRAMES, SIDES, SIDES):
             if size[1] != size[2] or (size[0] == 1) == bool({"num_frames", "frames"} & self.pipeline.names.keys()):
                 continue
             try:
                 return self.of_size(size)
             except ProbeError as error:
-                last = error
-        if not self._facts:
-            raise last
+                first = first or error
+        if first is not None and not self._facts:
+            raise first
         return next(iter(self._facts.values()))
 
     def of_shape(self, shape: Shape) -> Facts:
         """Return the facts of latents [c, t, h, w]."""
         for facts in self._facts.values():
-            if facts.shape == shape:
+            if facts.latents.shape == shape:
                 return facts
         like = self.any()
-        space, time = like.size[1] // like.shape[2], (like.size[0] - 1) // max(1, like.shape[1] - 1)
+        space, time = like.size[1] // like.latents.shape[2], (like.size[0] - 1) // max(1, like.latents.shape[1] - 1)
         return self.of_size((1 + (shape[1] - 1) * time, shape[2] * space, shape[3] * space))
 
 
-KNOWN: dict[Path, Known] = {}
+FOLDERS: dict[Path, Known] = {}
 
 
 def known(folder: Path) -> Known:
     """Return what is known of a folder."""
-    return KNOWN.setdefault(folder, Known(folder))
+    return FOLDERS.setdefault(folder, Known(folder))

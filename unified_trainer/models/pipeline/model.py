@@ -4,6 +4,7 @@ import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,11 +18,13 @@ from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
 from unified_trainer.models.base import Shape
 from unified_trainer.models.diffusers_model import DiffusersModel
 from unified_trainer.models.folder import outline
-from unified_trainer.models.pipeline.calls import made_of, stacked
-from unified_trainer.models.pipeline.facts import BEHIND, Facts, nested
+from unified_trainer.models.image_tensors import to_first_frames
+from unified_trainer.models.pipeline.facts import Facts
 from unified_trainer.models.pipeline.guidance import with_norm
-from unified_trainer.models.pipeline.known import KNOWN, Known, known
+from unified_trainer.models.pipeline.known import FOLDERS, Known, known
+from unified_trainer.models.pipeline.latents import BEHIND, KNOWN
 from unified_trainer.models.pipeline.probe import blocks_of
+from unified_trainer.models.pipeline.values import made_of, nested, stacked
 from unified_trainer.numerics.flow import guide
 
 ROWS = " rows"  # behind the name of a padded argument: how many of its rows a prompt has
@@ -66,27 +69,25 @@ class PipelineModel(DiffusersModel):
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
         """Predict the velocity by the call that was learned; times are slope w + offset, w = sigma without `warp`."""
-        here = self._at(x_t)
-        facts, count = here.facts, len(x_t)
-        if facts.counted is not None and count > 1:  # a padded prompt would be another one
+        here, count = self._at(x_t), len(x_t)
+        facts, given, latents = here.facts, here.facts.arguments, here.facts.latents
+        if given.counted is not None and count > 1:  # a padded prompt would be another one
             return torch.cat([self.velocity(x_t[i : i + 1], sigma[i : i + 1], cond.take([i])) for i in range(count)])
-        x = here.native(x_t.float())
-        inputs = {name: _repeated(value, count, name in facts.replicated) for name, value in here.constants.items()}
-        inputs |= {name: cond[name] for name in facts.images}
-        for name, argument in facts.text.items():
+        inputs = {name: _repeated(value, count, name in given.replicated) for name, value in here.constants.items()}
+        inputs |= {name: cond[name] for name in given.images}
+        for name, argument in given.text.items():
             inputs[name] = cond[name].to(argument.dtype)
             if argument.listed:
                 rows = cond[name + ROWS].tolist()
                 inputs[name] = [row[:n] for row, n in zip(inputs[name], rows, strict=True)]
-                if facts.counted is not None:
+                if given.counted is not None:
                     inputs[name] = torch.stack(inputs[name])
-                    inputs |= {name: here.constants[name][: rows[0]] for name in facts.counted}
-        if facts.channels:
-            x = torch.cat([x, inputs.pop(BEHIND)], facts.channels[0])
-        level = sigma.float().to(x.device, non_blocking=True)
-        time = facts.slope * (level / (facts.warp - (facts.warp - 1) * level)) + facts.offset
-        inputs[facts.latents] = [row.reshape(facts.listed_shape) for row in x] if facts.listed_shape else x
-        inputs[facts.time] = time.view(-1, *[1] * len(facts.time_shape)).expand(-1, *facts.time_shape)
+                    inputs |= {name: here.constants[name][: rows[0]] for name in given.counted}
+        x = x_t.float()
+        x = here.native(torch.cat([inputs.pop(KNOWN), x[:, :, latents.known :]], 2) if latents.known else x)
+        x = torch.cat([x, inputs.pop(BEHIND)], latents.channels[0]) if latents.channels else x
+        inputs[latents.name] = list(x) if latents.listed else x
+        inputs[facts.time.name] = here.time.at(sigma.float().to(x.device, non_blocking=True))
         if facts.guidance:
             inputs[facts.guidance] = cond[facts.guidance]
         if "return_dict" in self._takes:
@@ -94,11 +95,12 @@ class PipelineModel(DiffusersModel):
         v = stacked(made_of(self.network(**nested(inputs)))).float() * facts.sign
         if facts.output:
             v = v.narrow(facts.output[0], 0, facts.output[1])
-        return here.ours(v)
+        v = here.ours(v)
+        return to_first_frames(v, x_t, sigma, cond[KNOWN]) if latents.known else v
 
     def save(self, folder: Path, component: str, dtype: torch.dtype, max_shard_size: str) -> None:
         super().save(folder, component, dtype, max_shard_size)
-        KNOWN[folder] = self._known  # the folder is read again before the rest of its pipeline is written
+        FOLDERS[folder] = self._known  # the folder is read again before the rest of its pipeline is written
 
     def guide(self, cond: Latents, uncond: Latents, guidance_scale: float | PerSample | PerFrame) -> Latents:
         """Return the guided velocity, by the pipeline's own rule where that is known."""
@@ -109,7 +111,7 @@ class PipelineModel(DiffusersModel):
 
     @contextmanager
     def features(self, *, alone: bool = False) -> Iterator[list[Tensor]]:
-        if self._known.any().counted is not None:
+        if self._known.any().arguments.counted is not None:
             raise UserError(f"{self._known.any().pipeline} calls its network with each sample alone, without features")
         with super().features(alone=alone) as seen:
             yield seen
@@ -134,16 +136,16 @@ class PipelineModel(DiffusersModel):
                 return torch.randn(samples, *of, generator=draw)
             return torch.ones(samples, *of, dtype=dtype)
 
-        arguments = {**facts.text, **facts.images}
+        arguments = {**facts.arguments.text, **facts.arguments.images}
         tensors = {name: drawn(argument.shape, argument.dtype) for name, argument in arguments.items()}
         tensors |= {
             name + ROWS: torch.full((samples,), argument.shape[0])
-            for name, argument in facts.text.items()
+            for name, argument in facts.arguments.text.items()
             if argument.listed
         }
         if facts.guidance:
             tensors[facts.guidance] = torch.ones(samples)
-        x_t = torch.randn(samples, *facts.shape, generator=draw)
+        x_t = torch.randn(samples, *facts.latents.shape, generator=draw)
         cond = Condition(tensors).map(lambda x: x.to(device))
         return x_t.to(device), torch.full((samples,), 0.5, device=device), cond
 
@@ -152,20 +154,22 @@ class _Moved:
     """Facts whose tensors are on a device."""
 
     def __init__(self, facts: Facts, device: torch.device) -> None:
-        self.facts, order = facts, facts.order
+        self.facts, order, fixed = facts, facts.latents.order, facts.time.fixed
         self.order = None if order is None else order.to(device)
         self.inverse = None if order is None else torch.argsort(order).to(device)
-        self.constants = {name: _to(value, device) for name, value in facts.constants.items() if name != "return_dict"}
+        self.time = facts.time if fixed is None else replace(facts.time, fixed=fixed.to(device))
+        held = facts.arguments.constants
+        self.constants = {name: _to(value, device) for name, value in held.items() if name != "return_dict"}
 
     def native(self, x: Tensor) -> Tensor:
         """Return our latents as the pipeline has them."""
         x = x if self.inverse is None else x.flatten(1)[:, self.inverse]
-        return x.reshape(len(x), *self.facts.native)
+        return x.reshape(len(x), *self.facts.latents.native)
 
     def ours(self, x: Tensor) -> Latents:
         """Return latents of the pipeline as ours."""
         x = x if self.order is None else x.flatten(1)[:, self.order]
-        return x.reshape(len(x), *self.facts.shape)
+        return x.reshape(len(x), *self.facts.latents.shape)
 
 
 def _to(value: Any, device: torch.device) -> Any:

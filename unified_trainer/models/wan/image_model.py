@@ -9,7 +9,7 @@ import torch
 
 from unified_trainer.basics.types import Condition, Latents, PerSample
 from unified_trainer.models.base import Shape
-from unified_trainer.models.image_tensors import image_of, to_first_frame
+from unified_trainer.models.image_tensors import image_of, to_first_frames
 from unified_trainer.models.wan.attention import TEXT_TOKENS
 from unified_trainer.models.wan.configs import CLIP_TOKENS, MASK_CHANNELS
 from unified_trainer.models.wan.model import WanModel, network_time
@@ -33,7 +33,7 @@ class FirstFrameWanModel(WanModel):
             x_t = self._shared.whole_gradient(x_t)
         x = torch.cat([known.to(x_t.dtype), x_t[:, :, 1:]], 2)
         v = self.network(x, time, cond["text"], return_dict=False)[0].float()
-        return to_first_frame(v, x_t, sigma, known)
+        return to_first_frames(v, x_t, sigma, known)
 
 
 class ImageChannelsWanModel(WanModel):
