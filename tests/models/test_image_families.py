@@ -53,7 +53,6 @@ from unified_trainer.models.blueprint import frozen_config
 from unified_trainer.models.diffusers_codec import DiffusersCodec
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.hunyuan15.family import HUNYUAN15
-from unified_trainer.models.ltx.family import LTX
 from unified_trainer.models.ltx2.family import LTX2
 from unified_trainer.models.ltx2.layout import Parts, joined, parts, with_sound
 from unified_trainer.models.pipeline.arguments import LONG
@@ -96,6 +95,7 @@ TRAINED = [name for name in METHODS if name not in (*CAUSAL, "flow_dpo", "flow_m
 
 
 QWEN_IMAGE, SD3 = pipeline_family("QwenImagePipeline"), pipeline_family("StableDiffusion3Pipeline")
+LTX = pipeline_family("LTXPipeline")
 PATCH = 2  # latents of Qwen-Image along the sides of a token
 
 
@@ -124,7 +124,7 @@ class Case:
     first: str  # a weight that every method trains
     published: str  # a model of the hub whose sizes are known
     parameters: int  # of its network
-    pairs: Callable[[int], int]  # text rows -> queries times keys in its example
+    pairs: Callable[[int, int], int]  # tokens and text rows -> queries times keys in its example
     frames: int = 1
     wrong: tuple[int, str] = (5, "makes images: set --video.frames 1 instead of 5")
     odd: str = "video.height must be a multiple of"  # for a height of 40
@@ -176,7 +176,7 @@ CASES = {
         "img_in.weight",
         "Qwen/Qwen-Image",
         20_430_401_088,
-        pairs=lambda rows: 2 * (4 + rows) ** 2,
+        pairs=lambda tokens, rows: 2 * (tokens + rows) ** 2,
         odd="it takes video.height 32 in place of 40",
         packed=packed,
         unpacked=unpacked,
@@ -189,7 +189,9 @@ CASES = {
         "pos_embed.proj.weight",
         "stabilityai/stable-diffusion-3.5-medium",
         2_243_171_520,
-        pairs=lambda rows: 3 * (4 + rows) ** 2 + 4**2,  # one block has an attention of the image alone
+        pairs=lambda tokens, rows: (
+            3 * (tokens + rows) ** 2 + tokens**2
+        ),  # one block has an attention of the image alone
         odd="have to be divisible by 16 but are 40",
     ),
     "hunyuan15": Case(
@@ -200,7 +202,7 @@ CASES = {
         "transformer_blocks.0.attn.to_q.lora_B.weight",
         "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
         8_326_608_160,
-        pairs=lambda rows: 2 * (8 + 2 * rows) ** 2 + rows**2,  # one block refines the text
+        pairs=lambda tokens, rows: 2 * (tokens + 2 * rows) ** 2 + rows**2,  # one block refines the text
         frames=5,
         wrong=(4, "video.frames must be 4k + 1 for this VAE, not 4: set 1 or 5"),
         packed=lambda x: x,
@@ -215,13 +217,14 @@ CASES = {
         "transformer_blocks.0.attn1.to_q.lora_B.weight",
         "Lightricks/LTX-Video",
         1_923_385_472,
-        pairs=lambda rows: 2 * 8 * (8 + rows),  # of queries of the video alone
+        pairs=lambda tokens, rows: 2 * tokens * (tokens + rows),  # of queries of the video alone
         frames=9,
-        wrong=(4, "video.frames must be 8k + 1 for this VAE, not 4: set 1 or 9"),
+        wrong=(4, "it takes video.frames 1 in place of 4"),
+        odd="have to be divisible by 32 but are 40",
         unit=32,
         packed=lambda x: x.flatten(2).transpose(1, 2),
         unpacked=lambda x, height, width: x.unflatten(1, (-1, height, width)).movedim(-1, 1),
-        options={"num_frames": 9, "max_sequence_length": 14},
+        options={"num_frames": 9},
     ),
     "ltx2": SoundCase(
         LTX2,
@@ -461,9 +464,7 @@ def test_roles_of_two_families_are_refused(folders, prompts, tmp_path, capsys, c
 
 
 def test_an_image_of_more_tokens_than_positions_is_refused(folders):
-    with pytest.raises(
-        UserError, match=r"192 x 208: ValueError: Width \(13\) cannot be greater"
-    ):
+    with pytest.raises(UserError, match=r"192 x 208: ValueError: Width \(13\) cannot be greater"):
         SD3.latent_shape(folders["StableDiffusion3Pipeline"], 1, 192, 208)
 
 
@@ -537,20 +538,20 @@ def test_a_decoder_with_noise_of_its_own_gives_a_sample_one_video(folders, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("file", "change", "said"),
+    ("file", "change"),
     [
-        ("transformer/config.json", {"caption_channels": 96}, "caption_channels is 96, but the text encoder gives 24"),
-        ("transformer/config.json", {"cross_attention_dim": 8}, "is 8, but texts enter with 24 channels"),
-        ("transformer/config.json", {"out_channels": 8}, "out_channels is 8, but in_channels 16"),
-        ("transformer/config.json", {"patch_size": 2}, "patch_size must be 1"),
-        ("vae/config.json", {"patch_size": 2}, "a latent is of 8 frames and 16 pixels a side, but the positions"),
-        ("vae/config.json", {"latent_channels": 8}, "latent_channels is 8, but the transformer takes 16"),
+        ("transformer/config.json", {"caption_channels": 96}),
+        ("transformer/config.json", {"cross_attention_dim": 8}),
+        ("transformer/config.json", {"out_channels": 8}),
+        ("transformer/config.json", {"patch_size": 2}),
+        ("vae/config.json", {"patch_size": 2}),
+        ("vae/config.json", {"latent_channels": 8}),
     ],
 )
-def test_folders_of_another_ltx_are_refused(folders, tmp_path, file, change, said):
+def test_components_that_do_not_fit_each_other_are_refused(folders, tmp_path, file, change):
     shutil.copytree(folders["LTXPipeline"], tmp_path / "odd")
     (tmp_path / "odd" / file).write_text(json.dumps(json.loads((tmp_path / "odd" / file).read_text()) | change))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=r"LTXPipeline (cannot be called|makes no videos of this size)|vae has another"):
         LTX.latent_shape(tmp_path / "odd", 9, *SIDES)
         LTX.codec(tmp_path / "odd", torch.device("cpu"), EncoderConfig())
 
@@ -696,8 +697,9 @@ def test_flops_of_meter_and_plan_are_those_that_torch_counts(case, folder):
     Backbone(model, ALONE)
     with counter, torch.no_grad(), meter.measure():
         model.velocity(x, sigma, cond)
-    attention = 4 * 24 * case.pairs(text_rows(cond))  # torch knows no attention of a CPU
-    assert (meter.tokens, meter.flops) == (4 if case.frames == 1 else 8, counter.get_total_flops() + attention)
+    tokens = case.family.tokens(folder, tuple(x.shape[1:]))
+    attention = 4 * 24 * case.pairs(tokens, text_rows(cond))  # torch knows no attention of a CPU
+    assert (meter.tokens, meter.flops) == (tokens, counter.get_total_flops() + attention)
     plain = planned_pass(case, folder, model, (x, sigma, cond))
     planned = pass_flops(measured(model), plain)
     assert (planned.forward, planned.attention, plain.tokens) == (meter.flops, attention, meter.tokens)

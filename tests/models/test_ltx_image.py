@@ -17,7 +17,8 @@ from unified_trainer.__main__ import main
 from unified_trainer.basics.requests import Image, Request
 from unified_trainer.data.loader import make_batch
 from unified_trainer.models.encoders import EncoderConfig
-from unified_trainer.models.ltx.family import LTX
+from unified_trainer.models.pipeline.family import pipeline_family
+from unified_trainer.models.pipeline.latents import KNOWN
 from unified_trainer.rewards.base import RewardConfig
 from unified_trainer.rewards.reward import Reward
 from unified_trainer.roles.backbone import Backbone
@@ -29,6 +30,7 @@ from unified_trainer.tools.sample.sample import videos, with_images
 
 pytestmark = pytest.mark.slow
 
+LTX = pipeline_family("LTXImageToVideoPipeline")
 FRAMES, HEIGHT, WIDTH = 17, 64, 32
 PROMPTS = ["a picture of a circle", "a red circle moving left"]
 SAMPLER = SamplerConfig(num_steps=3, shift=3.0, terminal=0.1, guidance_scale=3.0, negative_prompt="a blue square")
@@ -38,7 +40,7 @@ OWN = image_runs.OWN | {"finetune": image_runs.SINGLE | {"data.first-frame": Tru
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return ltx_folder(tmp_path_factory.mktemp("model") / "ltx")
+    return ltx_folder(tmp_path_factory.mktemp("model") / "ltx", image=True)
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +81,13 @@ def noise_of(batch) -> torch.Tensor:
 
 def test_diffusers_samples_as_we_do(folder, codec, batch):
     """Latents and pixels, also with the image's latents in the first frame of the noise, where diffusers wants them."""
-    noise, image = noise_of(batch), batch.cond["image"]
+    noise, image = noise_of(batch), batch.cond[KNOWN]
     teacher = Frozen("teacher", Backbone(LTX.model(folder, "transformer"), ALONE), RoleConfig())
     ours = generate(teacher, noise, batch, SAMPLER, lambda _: noise)
     torch.testing.assert_close(ours[:, :, :1], image)
-    scheduler = euler_scheduler(SAMPLER, given=LTX.given_levels(Path()))
+    scheduler = euler_scheduler(SAMPLER, given=LTX.given_levels(folder))
     pipeline = LTXImageToVideoPipeline.from_pretrained(folder, scheduler=scheduler)
-    given = {"num_frames": FRAMES, "height": HEIGHT, "width": WIDTH, "max_sequence_length": 14}
+    given = {"num_frames": FRAMES, "height": HEIGHT, "width": WIDTH}
     given |= {"num_inference_steps": 3, "guidance_scale": 3.0, "negative_prompt": [SAMPLER.negative_prompt] * 2}
     given["latents"] = torch.cat([image, noise[:, :, 1:]], 2).flatten(2).transpose(1, 2)
     latents = pipeline(None, PROMPTS, **given, output_type="latent").frames
@@ -97,8 +99,8 @@ def test_diffusers_samples_as_we_do(folder, codec, batch):
 def test_the_first_latent_of_a_clip_is_that_of_its_first_frame(codec, clips, batch):
     """So that stored clips have their condition images too."""
     video = torch.from_numpy(clips).movedim(-1, 1).float() / 255
-    first = codec.first_frames(codec.encode(video))["image"]
-    torch.testing.assert_close(first, batch.cond["image"], rtol=0, atol=1e-5)
+    first = codec.first_frames(codec.encode(video))[KNOWN]
+    torch.testing.assert_close(first, batch.cond[KNOWN], rtol=0, atol=1e-5)
 
 
 def test_a_reward_of_the_first_frame_sees_that_of_the_whole_video(codec, batch):
@@ -111,20 +113,9 @@ def test_a_reward_of_the_first_frame_sees_that_of_the_whole_video(codec, batch):
 
     reward = Reward({"mine": score}, codec, RewardConfig(kind="mine", frames="first"))
     reward.score(latents, tuple(PROMPTS))
-    first, alone = (codec.decode(x)[:, :, 0] for x in (latents, latents[:, :, :1]))
+    first, alone = (codec.decode(x)[:, :, 0] for x in (latents, latents[:, :, :2]))
     torch.testing.assert_close(seen[0][:, :, 0], first)
     assert float((first - alone).abs().max()) > 1e-2
-
-
-def test_a_batch_may_have_no_image(folder, batch):
-    """The network is one: without an image, all tokens have one time, and other velocities."""
-    model = LTX.model(folder, "transformer")
-    model.read(ALONE)
-    x_t, sigma = noise_of(batch), torch.tensor([0.3, 0.9])
-    cond = type(batch.cond)({name: batch.cond[name] for name in ("text", "text_mask")})
-    with torch.no_grad():
-        alone, with_image = model.velocity(x_t, sigma, cond), model.velocity(x_t, sigma, batch.cond)
-    assert float((alone - with_image)[:, :, 1:].abs().max()) > 1e-3
 
 
 def test_queries_and_keys_are_normalised_in_float32(folder, batch):
@@ -175,8 +166,8 @@ def test_diffusers_samples_an_export_as_we_do(folder, batch, table, tmp_path):
     assert main(["export", str(run), str(out)]) == 0
     pipeline = LTXImageToVideoPipeline.from_pretrained(out)
     noise = torch.randn(1, *batch.latent_shape, generator=torch.Generator().manual_seed(5))
-    given = {"num_frames": FRAMES, "height": HEIGHT, "width": WIDTH, "max_sequence_length": 14, "negative_prompt": ""}
+    given = {"num_frames": FRAMES, "height": HEIGHT, "width": WIDTH, "negative_prompt": ""}
     given |= {"num_inference_steps": 3, "guidance_scale": 3.0, "output_type": "pt"}
-    given["latents"] = torch.cat([batch.cond["image"][:1], noise[:, :, 1:]], 2).flatten(2).transpose(1, 2)
+    given["latents"] = torch.cat([batch.cond[KNOWN][:1], noise[:, :, 1:]], 2).flatten(2).transpose(1, 2)
     made = pipeline(None, PROMPTS[0], **given).frames
     torch.testing.assert_close(ours[:1].movedim(1, 2), made, rtol=0, atol=2e-5)

@@ -3,14 +3,21 @@
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKLLTXVideo, FlowMatchEulerDiscreteScheduler, LTXPipeline, LTXVideoTransformer3DModel
+from diffusers import (
+    AutoencoderKLLTXVideo,
+    FlowMatchEulerDiscreteScheduler,
+    LTXImageToVideoPipeline,
+    LTXPipeline,
+    LTXVideoTransformer3DModel,
+)
 from sd3_folder import tokenizer
 from transformers import T5Config, T5EncoderModel
 
 
-def ltx_folder(folder: Path, *, noisy: bool = False) -> Path:
-    """Write the folder: 16 latent channels of 8 frames of 32 x 32 pixels, texts of up to 14 tokens.
+def ltx_folder(folder: Path, *, noisy: bool = False, image: bool = False) -> Path:
+    """Write the folder, of text or of text and an image.
 
+    It has 16 latent channels of 8 frames of 32 x 32 pixels, and texts of up to 14 tokens.
     Its decoder takes a time and, if `noisy`, adds noise between its layers, as that of LTX-Video 0.9.1.
     """
     with torch.random.fork_rng():
@@ -46,7 +53,8 @@ def ltx_folder(folder: Path, *, noisy: bool = False) -> Path:
             if not weight.any():
                 weight.data = 0.1 * torch.randn(weight.shape)
     scheduler = {"base_shift": 0.95, "max_shift": 2.05, "base_image_seq_len": 1024, "shift_terminal": 0.1}
-    LTXPipeline(
+    kind = LTXImageToVideoPipeline if image else LTXPipeline
+    kind(
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, **scheduler),
         vae=vae,
         text_encoder=t5,

@@ -16,11 +16,10 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_as
 from unified_trainer.basics.types import DTYPES, Latents, Video
 from unified_trainer.models.base import Prompt, Shape
+from unified_trainer.models.diffusers_codec import DiffusersCodec
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.folder import check_described, load_strictly
 from unified_trainer.models.frozen_network import FrozenNetwork
-from unified_trainer.models.ltx.configs import SPACE
-from unified_trainer.models.ltx.vae import LtxVAECodec
 from unified_trainer.models.ltx2.configs import (
     AudioVAEConfig,
     ConnectorsConfig,
@@ -30,7 +29,7 @@ from unified_trainer.models.ltx2.configs import (
     latent_shape,
     transformer_config,
 )
-from unified_trainer.models.ltx2.layout import BANDS, parts
+from unified_trainer.models.ltx2.layout import BANDS, SPACE, parts
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.reading import fill
 
@@ -38,7 +37,7 @@ VOCODERS = {kind.__name__: kind for kind in (LTX2Vocoder, LTX2VocoderWithBWE)}
 STATISTICS = ("latents_mean", "latents_std")  # buffers of both VAEs
 
 
-class Ltx2Codec(LtxVAECodec):
+class Ltx2Codec(DiffusersCodec):
     """All layers of Gemma 3, of which connectors make two embeddings, and the VAE, whose weights have the statistics.
 
     The embedding of a prompt is one matrix: the channels for the video, then those for the sound.
@@ -150,6 +149,16 @@ class Ltx2Codec(LtxVAECodec):
 
     def latent_shape(self, frames: int, height: int, width: int) -> Shape:
         return latent_shape(self.folder, frames, height, width)
+
+    @classmethod
+    def statistics(cls, config: Any) -> tuple[list[float], list[float]]:
+        """Return the part that the config has: a scale for all channels."""
+        return [0.0] * config.latent_channels, [1 / config.scaling_factor] * config.latent_channels
+
+    @classmethod
+    def tile(cls, vae: Any, size: int) -> None:
+        stride = size * 3 // 4
+        vae.enable_tiling(size, size, tile_sample_stride_height=stride, tile_sample_stride_width=stride)
 
     @classmethod
     def decoded(cls, vae: Any, raw: Latents) -> Video:

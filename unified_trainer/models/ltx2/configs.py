@@ -10,8 +10,9 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import Schema, read_as
 from unified_trainer.models.base import EXPERTS, Shape
 from unified_trainer.models.image_latents import video_latent_shape
-from unified_trainer.models.ltx.configs import SPACE, TIME, Size, VAESizes
-from unified_trainer.models.ltx2.layout import BANDS, with_sound
+from unified_trainer.models.ltx2.layout import BANDS, SPACE, TIME, with_sound
+
+Size = Annotated[int, Field(ge=1, le=2**20)]
 
 
 class Ltx2TransformerConfig(Schema):
@@ -58,14 +59,32 @@ class Ltx2TransformerConfig(Schema):
         return self.cross_attention_dim, self.audio_cross_attention_dim
 
 
-class Ltx2VAEConfig(VAESizes):
+class Ltx2VAEConfig(Schema):
     """The config of an AutoencoderKLLTX2Video."""
 
     class_name: Literal["AutoencoderKLLTX2Video"] = Field(alias="_class_name")
+    latent_channels: Size = 128
+    patch_size: Size = 4
+    patch_size_t: Size = 1
     spatio_temporal_scaling: Annotated[list[bool], Field(max_length=8)] = [True, True, True, True]  # noqa: RUF012
+    spatial_compression_ratio: Size | None = None
+    temporal_compression_ratio: Size | None = None
+    scaling_factor: Annotated[float, Field(gt=0, le=1000)] = 1.0
     timestep_conditioning: Literal[False] = False
     decoder_inject_noise: list[Literal[False]] | Literal[False] = False
     decoder_spatial_padding_mode: Literal["zeros", "reflect", "replicate", "circular"] = "reflect"
+
+    @model_validator(mode="after")
+    def _latents_are_of_one_size(self) -> Self:
+        scale = 2 ** sum(self.spatio_temporal_scaling)
+        time = self.temporal_compression_ratio or scale * self.patch_size_t
+        space = self.spatial_compression_ratio or scale * self.patch_size
+        if (time, space) != (TIME, SPACE):
+            raise ValueError(
+                f"a latent is of {time} frames and {space} pixels a side, but the positions of tokens are "
+                f"those of latents of {TIME} frames and {SPACE} pixels"
+            )
+        return self
 
 
 class AudioVAEConfig(Schema):

@@ -4,10 +4,9 @@ import math
 
 from unified_trainer.models.base import Family
 from unified_trainer.models.blueprint import codec_blueprint
-from unified_trainer.models.ltx.configs import SPACE
 from unified_trainer.models.ltx2.codec import Ltx2Codec
 from unified_trainer.models.ltx2.configs import latent_shape, transformer_config
-from unified_trainer.models.ltx2.layout import FPS, of_video
+from unified_trainer.models.ltx2.layout import FPS, SPACE, of_video
 from unified_trainer.models.ltx2.model import Ltx2Model
 
 LTX2 = Family(

@@ -13,8 +13,8 @@ from torch import Tensor, cat
 
 from unified_trainer.basics.types import Latents
 from unified_trainer.models.base import Shape
-from unified_trainer.models.ltx.configs import TIME
 
+TIME, SPACE = 8, 32  # frames of a latent of the video, and pixels along its sides
 FPS = 24.0  # frames per second: the frame_rate of LTX2Pipeline, in which the positions of tokens are seconds
 SAMPLE_RATE, HOP, SOUND_TIME = 16000, 160, 4  # of the sound: samples per second, of a mel frame, mel frames of a latent
 BANDS = 16  # of a latent of the sound: a quarter of the 64 bands of a mel spectrogram

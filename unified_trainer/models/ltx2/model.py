@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from unified_trainer.basics.types import Condition, Latents, PerSample
 from unified_trainer.models.base import Shape
 from unified_trainer.models.diffusers_model import DiffusersModel
-from unified_trainer.models.ltx.model import widen
 from unified_trainer.models.ltx2.configs import Ltx2TransformerConfig
 from unified_trainer.models.ltx2.layout import FPS, Parts, joined, parts, with_sound
 
@@ -77,3 +76,8 @@ class Ltx2Model(DiffusersModel):
         device = next(self.network.parameters()).device
         cond = {name: torch.randn(samples, text_tokens, n, generator=draw).to(device) for name, n in widths}
         return x_t.to(device), torch.full((samples,), 0.5, device=device), Condition(cond)
+
+
+def widen(_norm: nn.RMSNorm, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    """Widen the input to float32, the dtype of the norm's weight: of a bf16 one torch would make several kernels."""
+    return (inputs[0].float(),)

@@ -1,7 +1,10 @@
 """The family of all pipelines of diffusers that no other family opens."""
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
+
+import diffusers
 
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.models.base import Family, Shape
@@ -56,6 +59,7 @@ def general_recipe(folder: Path) -> tuple[str, Mapping[str, int]]:
 
 def pipeline_family(name: str) -> Family:
     """Return the family of a pipeline class of diffusers, which learns from the pipeline's own call."""
+    kind = getattr(diffusers, name)
     return Family(
         pipelines=(name,),
         model=PipelineModel.open,
@@ -68,6 +72,7 @@ def pipeline_family(name: str) -> Family:
         given_levels=lambda folder: known(folder).any().given_levels,
         guidance=guidance,
         general_recipe=general_recipe,
+        fps=float(rate.default) if (rate := inspect.signature(kind.__call__).parameters.get("frame_rate")) else None,
         blueprint=blueprint,
         describe=lambda folder, size: str(known(folder).of_size(size)),
     )
