@@ -21,7 +21,7 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Image, Request
 from unified_trainer.data.loader import make_batch
 from unified_trainer.models.encoders import EncoderConfig
-from unified_trainer.models.hunyuan15.family import HUNYUAN15
+from unified_trainer.models.pipeline.family import pipeline_family
 from unified_trainer.parallel.meter import Meter
 from unified_trainer.roles import blocks
 from unified_trainer.roles.backbone import Backbone
@@ -35,6 +35,7 @@ from unified_trainer.tools.sample.sample import videos, with_images
 
 pytestmark = pytest.mark.slow
 
+HUNYUAN15 = pipeline_family("HunyuanVideo15ImageToVideoPipeline")
 FRAMES, HEIGHT, WIDTH = 5, 64, 48  # the pipeline finds these sides for an image of this shape
 PROMPTS = ('a picture of an "unknown word"', "a red circle moving left")
 SAMPLER = SamplerConfig(num_steps=3, shift=5.0, guidance_scale=3.0, negative_prompt="a blue square")
@@ -72,7 +73,6 @@ def words(method: str, folder: Path, table: Path, output: Path, **more: object) 
 
 def sampled(pipeline, file: Path, prompt: str, **options: object) -> torch.Tensor:
     """What the pipeline makes of a prompt and an image: latents, or a video."""
-    pipeline.tokenizer_max_length = pipeline.tokenizer_2_max_length = 24  # as the folder's tokenizers say
     with Picture.open(file) as opened:
         made = pipeline(opened.copy(), prompt, num_frames=FRAMES, num_inference_steps=3, **options).frames
     return made if options["output_type"] == "latent" else made.movedim(1, 2)
@@ -92,7 +92,7 @@ def test_diffusers_samples_as_we_do(folder, table):
     noise = torch.randn(2, *batch.latent_shape, generator=torch.Generator().manual_seed(1))
     teacher = Frozen("teacher", Backbone(HUNYUAN15.model(folder, "transformer"), ALONE), RoleConfig())
     ours = generate(teacher, noise, batch, SAMPLER, lambda _: noise)
-    scheduler = euler_scheduler(SAMPLER, given=HUNYUAN15.given_levels(Path()))
+    scheduler = euler_scheduler(SAMPLER, given=HUNYUAN15.given_levels(folder))
     pipeline = HunyuanVideo15ImageToVideoPipeline.from_pretrained(folder, scheduler=scheduler)
     pipeline.register_modules(guider=pipeline.guider.new(guidance_scale=SAMPLER.guidance_scale))
     given = {"negative_prompt": SAMPLER.negative_prompt}

@@ -10,6 +10,7 @@ import diffusers
 import pytest
 import torch
 import transformers
+from helpers import CPU
 from pipelines.comparison import Comparison
 from pipelines.images import IMAGES
 from pipelines.videos import VIDEOS
@@ -17,6 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Image
+from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.pipeline.codec import PipelineCodec
 from unified_trainer.models.pipeline.known import known
 from unified_trainer.models.pipeline.latents import KNOWN
 from unified_trainer.run.registry import family_of
@@ -163,6 +166,21 @@ def test_the_first_latent_of_a_clip_is_that_of_its_first_frame(opened, changed):
         torch.testing.assert_close(made.codec.first_frames(latents)[KNOWN], encoded[KNOWN], rtol=0, atol=1e-5)
     with pytest.raises(UserError, match="needs the first frames of clips, not their latents"):
         opened("LTXImageToVideoPipeline").codec.first_frames(latents)
+
+
+@pytest.mark.parametrize("name", ["StableDiffusion3Pipeline", "QwenImagePipeline", "LTXImageToVideoPipeline"])
+def test_larger_frames_are_decoded_in_tiles_of_the_size_that_was_asked_for(opened, name):
+    whole = opened(name).codec
+    unit = opened(name).size[1] // opened(name).facts.latents.shape[2]
+    tiled = PipelineCodec.load(whole.folder, CPU, EncoderConfig(vae_tile=4 * unit, vae_slicing=True))
+    small, large = (
+        torch.randn(2, *whole.latent_shape(opened(name).size[0], side, side)) for side in (4 * unit, 6 * unit)
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(tiled.decode(small), whole.decode(small), rtol=0, atol=ROUNDED)
+        assert (tiled.decode(large) - whole.decode(large)).abs().max() > 1e-3
+    with pytest.raises(UserError, match=rf"encoders\.vae_tile must be a multiple of {4 * unit}, or 0, not 8"):
+        PipelineCodec.load(whole.folder, CPU, EncoderConfig(vae_tile=8))
 
 
 def test_another_condition_makes_another_velocity(opened):

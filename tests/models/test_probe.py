@@ -263,6 +263,24 @@ def test_an_image_that_the_call_needs_is_found_and_may_not_go_into_the_latents(m
         learn(held.pipeline, SIZE)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_tokens_of_the_sample_are_found_beside_those_of_the_text(first: bool) -> None:
+    class Joint(Network):
+        def forward(self, x: Tensor, time: Tensor, text: Tensor) -> tuple[Tensor]:
+            parts = [x.flatten(2).mT, text.repeat(1, 1, 2)]
+            tokens = torch.cat(parts if first else parts[::-1], dim=1)
+            for block in self.blocks:
+                block(tokens)
+            return (0.5 * x,)
+
+    probed = pipeline(lambda prompts, step: {"text": words(prompts, 4)})
+    probed.pipe.transformer = probed.pipe.components["transformer"] = Joint()
+    found = learn(probed, SIZE).tokens
+    assert (found.first, found.count, found.channels) == (first, 6, 4)
+    rows = torch.arange(13.0).reshape(1, 13, 1)  # another text has seven rows
+    assert found.of(rows).flatten().tolist() == [*(range(6) if first else range(7, 13))]
+
+
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_first_frame_that_follows_from_the_image_is_clean(monkeypatch: pytest.MonkeyPatch, cut: bool) -> None:
     monkeypatch.setattr(FromImage, "cut", cut)

@@ -24,8 +24,17 @@ from transformers import (
     T5EncoderModel,
 )
 
-from unified_trainer.models.hunyuan15.codec import SYSTEM
-
+# The system's turn, as HunyuanVideo15Pipeline writes it: the blanks count.
+SYSTEM = "        ".join(
+    (
+        "You are a helpful assistant. Describe the video by detailing the following aspects: ",
+        "1. The main content and theme of the video. ",
+        "2. The color, shape, size, texture, quantity, text, and spatial relationships of the objects. ",
+        "3. Actions, events, behaviors temporal relationships, physical movement changes of the objects. ",
+        "4. background environment, light, style and atmosphere. ",
+        "5. camera angles, movements, and transitions used in the video.",
+    )
+)
 WORD = r"\n|\w+|[^\w\s]| +(?= )| (?=\d)"  # the first turns are 108 tokens, as with Qwen's own tokenizer
 CHAT = (  # as Qwen's own for turns of text
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

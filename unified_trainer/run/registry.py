@@ -19,13 +19,10 @@ from unified_trainer.numerics.objectives import OBJECTIVES, Objective
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
 WAN = "unified_trainer.models.wan.family:WAN"
-HUNYUAN15 = "unified_trainer.models.hunyuan15.family:HUNYUAN15"
 LTX2 = "unified_trainer.models.ltx2.family:LTX2"
 FAMILIES: dict[str, str | Family] = {
     "WanPipeline": WAN,
     "WanImageToVideoPipeline": WAN,
-    "HunyuanVideo15Pipeline": HUNYUAN15,
-    "HunyuanVideo15ImageToVideoPipeline": HUNYUAN15,
     "LTX2Pipeline": LTX2,
 }
 

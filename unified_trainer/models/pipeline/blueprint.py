@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from unified_trainer.models.blueprint import Blueprint
 from unified_trainer.models.pipeline.arguments import LONG
-from unified_trainer.models.pipeline.codec import decoded, tile
 from unified_trainer.models.pipeline.known import known
 from unified_trainer.models.pipeline.model import PipelineModel
 from unified_trainer.models.pipeline.opening import NETWORKS, component_classes
+from unified_trainer.models.pipeline.vae import decoded, fix, tile
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,12 @@ class PipelineVAE:
         return latents
 
     def decoded(self, vae: Any, raw: Tensor) -> Tensor:
-        return decoded(vae, raw, known(self.folder).any())
+        fix(vae)
+        return decoded(vae, raw, known(self.folder).any().latents)
 
     def tile(self, vae: Any, size: int) -> None:
-        tile(vae, size, self.folder)
+        facts = known(self.folder).any()
+        tile(vae, size, facts.size[1] // facts.latents.shape[2])
 
 
 def blueprint(folder: Path) -> Blueprint:

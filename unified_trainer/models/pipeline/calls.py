@@ -192,6 +192,9 @@ class Pipeline:
         changed = [(scheduler, "step", step), (scheduler, "set_timesteps", levels)]
         changed += [(network, "forward", watched(network)) for network in self._networks()]
         changed += [(vae, "decode", decode)] if latents is not None else []
+        chooser = "calculate_default_height_width"  # of a size beside the one that was asked for
+        if chooser in dir(processor := vars(self.pipe).get("video_processor")):
+            changed += [(processor, chooser, lambda **named: (named["height"], named["width"]))]
         before = [(owner, name, vars(owner).get(name)) for owner, name, _ in changed]
         for owner, name, value in changed:
             vars(owner)[name] = value

@@ -28,6 +28,7 @@ from unified_trainer.models.pipeline.known import known
 from unified_trainer.models.pipeline.latents import KNOWN
 from unified_trainer.models.pipeline.model import ROWS
 from unified_trainer.models.pipeline.opening import NETWORKS, component_classes
+from unified_trainer.models.pipeline.vae import decoded, fix, tile
 from unified_trainer.models.pipeline.values import differ
 from unified_trainer.models.prompt_embeddings import PromptEmbeddings
 from unified_trainer.models.prompt_tensors import Shapes, difference, stack
@@ -48,12 +49,8 @@ class PipelineCodec:
     def __init__(self, folder: Path, device: torch.device, config: EncoderConfig) -> None:
         """Open a folder, of which no weight is read yet; UserError for settings that a pipeline does not take."""
         self.folder, self._device, config = folder, device, config.on(device.type)
-        if config.vae_tile:
-            raise UserError(
-                f"encoders.vae_tile: {folder} is opened by its pipeline, whose VAE is not tiled; set it to 0"
-            )
         self._known, self._facts = known(folder), known(folder).any()
-        parts = component_classes(folder)
+        parts, self._config = component_classes(folder), config
         self._names = {name for name in parts if name not in (*NETWORKS, "vae", "scheduler")}
         networks = {name: kind for name, kind in parts.items() if issubclass(kind, nn.Module) and name not in NETWORKS}
         dtypes = {name: DTYPES[config.text_precision] for name in networks} | {"vae": DTYPES[config.vae_precision]}
@@ -61,9 +58,7 @@ class PipelineCodec:
         def reading(name: str) -> Callable[[], nn.Module]:
             def read() -> nn.Module:
                 network = read_whole(networks[name], folder / name, dtypes[name])
-                if name == "vae" and config.vae_slicing:
-                    network.enable_slicing()
-                return channels_last(network) if name == "vae" and config.vae_channels_last else network
+                return self._prepared(network) if name == "vae" else network
 
             return read
 
@@ -72,6 +67,7 @@ class PipelineCodec:
             for name in networks
         }
         self._settings = f"{config.text_precision} {config.vae_precision}"
+        self._tiles = f" tiles {config.vae_tile}" if config.vae_tile else ""
         self._guidance = config.embedded_guidance
         if self._guidance is not None and not self._facts.guidance:
             raise UserError(f"encoders.embedded_guidance: the network of {folder} takes no guidance; leave it out")
@@ -85,6 +81,12 @@ class PipelineCodec:
         encoder = f"{self._identity()} {config.text_precision} {device.type} {tf32} {self.text_shapes}"
         self._embeddings = PromptEmbeddings(self._embed, encoder, self.text_shapes, config)
         self._images = ImageTensors(config)
+
+    def _prepared(self, vae: Any) -> nn.Module:
+        fix(vae)
+        if self._config.vae_tile:
+            tile(vae, self._config.vae_tile, self._facts.size[1] // self._facts.latents.shape[2])
+        return channels_last(vae) if self._config.vae_channels_last else vae
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, config: EncoderConfig) -> Self:
@@ -100,7 +102,7 @@ class PipelineCodec:
 
     @cached_property
     def video_fingerprint(self) -> str:
-        return f"{self._facts.pipeline} {self._settings} {fingerprint(self.folder / 'vae')}"
+        return f"{self._facts.pipeline} {self._settings}{self._tiles} {fingerprint(self.folder / 'vae')}"
 
     def latent_shape(self, frames: int, height: int, width: int) -> Shape:
         return self._known.of_size((frames, height, width)).latents.shape
@@ -204,9 +206,12 @@ class PipelineCodec:
         pixels = video.to(self._device) * 2 - 1
         with self._parts["vae"].in_use() as vae:
             pixels = (pixels[:, :, 0] if self._facts.latents.flat else pixels).to(vae.dtype)
-            held = vae.encode(pixels, return_dict=False)[0]
-            raw = (held if isinstance(held, Tensor) else held.mean).float()
+            held = [vae.encode(rows, return_dict=False)[0] for rows in self._slices(pixels)]
+            raw = torch.cat([x if isinstance(x, Tensor) else x.mean for x in held]).float()
         return raw[:, :, None] if self._facts.latents.flat else raw
+
+    def _slices(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.split(1) if self._config.vae_slicing else (x,)
 
     def normalise(self, raw: Latents) -> Latents:
         facts = self._of(raw)
@@ -217,8 +222,10 @@ class PipelineCodec:
         return latents.to(self._device) * facts.latents.scale.to(self._device) + facts.latents.shift.to(self._device)
 
     def decode(self, latents: Latents) -> Video:
+        found, raw = self._of(latents).latents, self.raw(latents)
         with self._parts["vae"].in_use() as vae:
-            return (decoded(vae, self.raw(latents), self._of(latents)).float() / 2 + 0.5).clamp(0, 1)
+            video = torch.cat([decoded(vae, rows, found) for rows in self._slices(raw)])
+        return (video.float() / 2 + 0.5).clamp(0, 1)
 
     def decoder(self) -> Callable[[Latents], Video]:
         return torch.no_grad()(self.decode)
@@ -251,27 +258,12 @@ class PipelineCodec:
         return f"{versions}, {facts}"
 
 
-def decoded(vae: Any, raw: Latents, facts: Facts) -> Video:
-    """Return the video in [-1, 1] of latents in the VAE's own units, with the pipeline's arguments of the VAE."""
-    words = {
-        name: value.to(raw).expand(len(raw), *value.shape[1:]).to(vae.dtype) if isinstance(value, Tensor) else value
-        for name, value in facts.latents.decode.items()
-    }
-    raw = (raw[:, :, 0] if facts.latents.flat else raw).to(vae.dtype)
-    video = vae.decode(raw, return_dict=False, **words)[0]
-    return video[:, :, None] if facts.latents.flat else video
-
-
-def tile(vae: nn.Module, size: int, folder: Path) -> None:
-    """Let a VAE work in tiles of `size` pixels a side; UserError for one without tiles."""
-    raise UserError(f"encoders.vae_tile: the VAE of {folder} is not tiled by this trainer; set it to 0")
-
-
 def read_whole(kind: Any, folder: Path, dtype: torch.dtype) -> nn.Module:
     """Read a network; UserError, which names weights, unless the folder holds exactly its weights, all finite."""
     diffused = issubclass(kind, diffusers.ModelMixin)
-    options = {"torch_dtype": dtype} if diffused else {"dtype": dtype}
-    network, info = read_pretrained(kind, folder, use_safetensors=True, output_loading_info=True, **options)
+    options = {"torch_dtype": dtype, "low_cpu_mem_usage": False} if diffused else {"dtype": dtype}
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # they are refused below
+    network, info = read_pretrained(kind, folder, use_safetensors=True, **options)
     for said, key in (
         ("lacks", "missing_keys"),
         ("holds unknown", "unexpected_keys"),

@@ -9,6 +9,7 @@ from torch import Tensor
 from unified_trainer.models.pipeline.arguments import FoundArguments
 from unified_trainer.models.pipeline.guidance import Rule
 from unified_trainer.models.pipeline.latents import FoundLatents
+from unified_trainer.models.pipeline.tokens import FoundTokens
 from unified_trainer.models.pipeline.values import Place, Size
 
 
@@ -46,7 +47,7 @@ class Facts:
     guidance_factor: float
     rule: Rule  # of guidance
     more_guidance: float  # by how much our guidance scale is larger than the pipeline's
-    features: tuple[int | None, int, int]  # the middle block's output: its place in a tuple, channels and tokens
+    tokens: FoundTokens  # of the middle block
     no_guidance: Mapping[str, float]  # arguments of the call that turn guidance off
 
     def __str__(self) -> str:

@@ -60,19 +60,22 @@ def general_recipe(folder: Path) -> tuple[str, Mapping[str, int]]:
 def pipeline_family(name: str) -> Family:
     """Return the family of a pipeline class of diffusers, which learns from the pipeline's own call."""
     kind = getattr(diffusers, name)
+    rate = inspect.signature(kind.__call__).parameters.get("frame_rate")
+    has_guider = "guider" in inspect.signature(kind.__init__).parameters
     return Family(
         pipelines=(name,),
         model=PipelineModel.open,
         codec=PipelineCodec.load,
         latent_channels=lambda folder: known(folder).any().latents.shape[0],
         latent_shape=latent_shape,
-        tokens=lambda folder, shape: known(folder).of_shape(shape).features[2],
+        tokens=lambda folder, shape: known(folder).of_shape(shape).tokens.count,
         networks=networks,
         images=images,
+        guider="guider/guider_config.json" if has_guider else "",
+        fps=None if rate is None else float(rate.default),
         given_levels=lambda folder: known(folder).any().given_levels,
         guidance=guidance,
         general_recipe=general_recipe,
-        fps=float(rate.default) if (rate := inspect.signature(kind.__call__).parameters.get("frame_rate")) else None,
         blueprint=blueprint,
         describe=lambda folder, size: str(known(folder).of_size(size)),
     )

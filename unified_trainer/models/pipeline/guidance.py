@@ -13,7 +13,7 @@ from unified_trainer.models.pipeline.values import Place, Size, same, stacked
 Rule = Literal["plain", "norm", "unknown"]  # norm: each token, or row, keeps the norm of the conditional velocity
 
 SCALE = 3.0
-NEGATIVE = "two dogs and a bird"  # of another length, because a small vocabulary knows neither
+NEGATIVE = "of another length than the prompt, because a tokenizer may not know any of the words"
 
 
 def rule_of(
@@ -59,7 +59,7 @@ def _guided(pipeline: Pipeline, prompt: str, size: Size, image: Picture.Image) -
     options: dict[str, Any] = {"negative_prompt": NEGATIVE} if "negative_prompt" in pipeline.names else {}
     guider = pipeline.pipe.components.get("guider")
     if guider is not None:
-        pipeline.pipe.guider = type(guider)(guidance_scale=SCALE)
+        pipeline.pipe.guider = guider.new(guidance_scale=SCALE)
     scale = next((name for name in ("true_cfg_scale", "guidance_scale") if name in pipeline.names), None)
     if scale:
         options[scale] = SCALE
@@ -67,4 +67,4 @@ def _guided(pipeline: Pipeline, prompt: str, size: Size, image: Picture.Image) -
         return pipeline.call([prompt], size, image, **options)
     finally:
         if guider is not None:
-            pipeline.pipe.guider = type(guider)(guidance_scale=1.0)
+            pipeline.pipe.guider = guider

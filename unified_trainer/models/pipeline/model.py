@@ -23,7 +23,7 @@ from unified_trainer.models.pipeline.facts import Facts
 from unified_trainer.models.pipeline.guidance import with_norm
 from unified_trainer.models.pipeline.known import FOLDERS, Known, known
 from unified_trainer.models.pipeline.latents import BEHIND, KNOWN
-from unified_trainer.models.pipeline.probe import blocks_of
+from unified_trainer.models.pipeline.tokens import blocks_of
 from unified_trainer.models.pipeline.values import made_of, nested, stacked
 from unified_trainer.numerics.flow import guide
 
@@ -37,6 +37,7 @@ class PipelineModel(DiffusersModel):
 
     def __init__(self, network: nn.Module, folder: Path | None, facts: Known) -> None:
         super().__init__(network, folder)
+        self._here: Facts | None = None  # of the pass that runs
         self._known, self._moved = facts, dict[tuple[Shape, torch.device], "_Moved"]()
         self._blocks = blocks_of(network)
         self.adapter_layers = _attention_layers(self._blocks)
@@ -59,18 +60,17 @@ class PipelineModel(DiffusersModel):
 
     @property
     def feature_size(self) -> int:
-        return self._known.any().features[1]
+        return self._known.any().tokens.channels
 
     def whole(self, tokens: Any) -> Tensor:
         """Return the sample's tokens [b, n, d] of what a block returns."""
-        place = self._known.any().features[0]
-        x = tokens if place is None else tokens[place]
-        return x.flatten(1, -2)
+        return (self._here or self._known.any()).tokens.of(tokens)
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
         """Predict the velocity by the call that was learned; times are slope w + offset, w = sigma without `warp`."""
         here, count = self._at(x_t), len(x_t)
         facts, given, latents = here.facts, here.facts.arguments, here.facts.latents
+        self._here = facts
         if given.counted is not None and count > 1:  # a padded prompt would be another one
             return torch.cat([self.velocity(x_t[i : i + 1], sigma[i : i + 1], cond.take([i])) for i in range(count)])
         inputs = {name: _repeated(value, count, name in given.replicated) for name, value in here.constants.items()}
@@ -111,8 +111,11 @@ class PipelineModel(DiffusersModel):
 
     @contextmanager
     def features(self, *, alone: bool = False) -> Iterator[list[Tensor]]:
-        if self._known.any().arguments.counted is not None:
-            raise UserError(f"{self._known.any().pipeline} calls its network with each sample alone, without features")
+        facts = self._known.any()
+        if facts.arguments.counted is not None:
+            raise UserError(f"{facts.pipeline} calls its network with each sample alone, without features")
+        if facts.tokens.first is None:
+            raise UserError(f"{facts.pipeline} mixes the tokens of text and sample, which have no features apart")
         with super().features(alone=alone) as seen:
             yield seen
 

@@ -1,19 +1,17 @@
 """Facts of a pipeline: `learn` calls it a few times with networks without memory, and compares what passed."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 from PIL import Image as Picture
-from torch import Tensor, nn
+from torch import Tensor
 
 from unified_trainer.models.pipeline.arguments import FoundArguments
 from unified_trainer.models.pipeline.calls import SHORT, STEPS, CallRecord, Pipeline
 from unified_trainer.models.pipeline.facts import Facts, FoundTime
 from unified_trainer.models.pipeline.guidance import rule_of
 from unified_trainer.models.pipeline.latents import FoundLatents
+from unified_trainer.models.pipeline.tokens import noted_block, tokens_of
 from unified_trainer.models.pipeline.values import Place, Size, same, stacked, wider
 
 COLORS = (200, 30, 30), (30, 90, 200)
@@ -24,7 +22,7 @@ def learn(pipeline: Pipeline, size: Size) -> Facts:
     """Return what the pipeline's calls say at one size; ProbeError, which names an argument, for what does not fit."""
     image, other_image = (Picture.new("RGB", size[:0:-1], color) for color in COLORS)
     pipeline.memory.answers.clear()  # those of another size
-    with _noted(pipeline) as block:
+    with noted_block(pipeline) as block:
         one = _off(pipeline, size, image)
     guidance, factor = _guidance(pipeline, size, image, one)
     latents = FoundLatents.of(pipeline, size, image, one.steps[0][1])
@@ -46,7 +44,7 @@ def learn(pipeline: Pipeline, size: Size) -> Facts:
         guidance_factor=factor,
         rule=rule,
         more_guidance=more,
-        features=_features(block[-1], {x.shape[0] for x in arguments.text.values() if x.shape}),
+        tokens=tokens_of(pipeline, size, image, latents, block),
         no_guidance=dict(pipeline.no_guidance),
     )
 
@@ -55,7 +53,7 @@ def _off(pipeline: Pipeline, size: Size, image: Picture.Image) -> CallRecord:
     """Turn guidance off and return what passed in a call."""
     guider = pipeline.pipe.components.get("guider")
     if guider is not None:
-        pipeline.pipe.guider = type(guider)(guidance_scale=1.0)
+        pipeline.pipe.guider = guider.new(guidance_scale=1.0)
     for scale in (1.0, 0.0):  # the two scales that pipelines call off
         if "guidance_scale" in pipeline.no_guidance:
             pipeline.no_guidance["guidance_scale"] = scale
@@ -124,35 +122,6 @@ def _output(pipeline: Pipeline, seen: CallRecord, latents: FoundLatents) -> tupl
                 return sign, place
     raise pipeline.refuse(
         f"makes the velocity {[*velocity.shape]} of the network's output {[*made.shape]} by more than a sign"
-    )
-
-
-@contextmanager
-def _noted(pipeline: Pipeline) -> Iterator[list[Any]]:
-    """Note what the middle block returns."""
-    blocks, found = blocks_of(pipeline.pipe.components[pipeline.networks[0]]), list[Any]()
-    if not blocks:
-        raise pipeline.refuse("has a network without a list of blocks with attention")
-    hook = blocks[len(blocks) // 2].register_forward_hook(lambda _block, _inputs, output: found.append(output))
-    try:
-        yield found
-    finally:
-        hook.remove()
-
-
-def _features(output: Any, text: set[int]) -> tuple[int | None, int, int]:
-    """Find the tokens of the sample in what the middle block returns: most tokens, but for those of a `text`."""
-    parts = list(enumerate(output)) if isinstance(output, tuple) else [(None, output)]
-    tokens = [(x.shape[1:-1].numel(), place, x.shape[-1]) for place, x in parts if isinstance(x, Tensor)]
-    most, place, channels = max(tokens, key=lambda one: (one[0] not in text, one[0], one[1] or 0))
-    return place, channels, most
-
-
-def blocks_of(network: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the blocks of a network in the order of its lists: those that hold attention."""
-    lists = [part for part in network.children() if isinstance(part, nn.ModuleList)]
-    return tuple(
-        block for part in lists for block in part if any("Attention" in type(m).__name__ for m in block.modules())
     )
 
 
