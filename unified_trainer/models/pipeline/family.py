@@ -10,6 +10,7 @@ from unified_trainer.models.pipeline.calls import SIZES
 from unified_trainer.models.pipeline.codec import PipelineCodec
 from unified_trainer.models.pipeline.known import known
 from unified_trainer.models.pipeline.model import PipelineModel
+from unified_trainer.models.pipeline.sequence import heads_of
 
 
 def latent_shape(folder: Path, frames: int, height: int, width: int) -> Shape:
@@ -27,6 +28,12 @@ def networks(folder: Path) -> tuple[tuple[str, ...], float | None]:
     index = read_json(folder / "model_index.json")
     level = index.get("boundary_ratio")
     return tuple(known(folder).pipeline.networks), level if isinstance(level, float) else None
+
+
+def attention_heads(folder: Path) -> int:
+    """Return the heads that sequence ranks divide; 1 where they cannot share tokens."""
+    pipeline = known(folder).pipeline
+    return heads_of(pipeline.pipe.components[pipeline.networks[0]])
 
 
 def guidance(folder: Path, scale: float, config: EncoderConfig) -> Mapping[str, float]:
@@ -62,6 +69,7 @@ def pipeline_family(name: str) -> Family:
         latent_channels=lambda folder: known(folder).any().shape[0],
         latent_shape=latent_shape,
         tokens=lambda folder, shape: known(folder).of_shape(shape).features[2],
+        attention_heads=attention_heads,
         networks=networks,
         images=images,
         given_levels=lambda folder: known(folder).any().given_levels,

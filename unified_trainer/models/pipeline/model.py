@@ -17,12 +17,15 @@ from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
 from unified_trainer.models.base import Shape
 from unified_trainer.models.diffusers_model import DiffusersModel
 from unified_trainer.models.folder import outline
+from unified_trainer.models.pipeline.attention import improve
 from unified_trainer.models.pipeline.calls import made_of, stacked
 from unified_trainer.models.pipeline.facts import BEHIND, Facts, nested
 from unified_trainer.models.pipeline.guidance import with_norm
 from unified_trainer.models.pipeline.known import KNOWN, Known, known
 from unified_trainer.models.pipeline.probe import blocks_of
+from unified_trainer.models.pipeline.sequence import SharedTokens
 from unified_trainer.numerics.flow import guide
+from unified_trainer.parallel.mesh import Mesh
 
 ROWS = " rows"  # behind the name of a padded argument: how many of its rows a prompt has
 
@@ -38,6 +41,7 @@ class PipelineModel(DiffusersModel):
         self._blocks = blocks_of(network)
         self.adapter_layers = _attention_layers(self._blocks)
         self._takes = inspect.signature(network.forward).parameters
+        improve(network)
 
     @classmethod
     def open(cls, folder: Path, component: str) -> Self:
@@ -57,6 +61,9 @@ class PipelineModel(DiffusersModel):
     @property
     def feature_size(self) -> int:
         return self._known.any().features[1]
+
+    def share_tokens(self, mesh: Mesh) -> None:
+        SharedTokens(self.network, self._blocks, mesh)
 
     def whole(self, tokens: Any) -> Tensor:
         """Return the sample's tokens [b, n, d] of what a block returns."""
