@@ -53,9 +53,11 @@ def _function(given: Callable[..., Any], typechecker: Callable[[Any], Any]) -> C
     @functools.wraps(given)
     def chosen(*arguments: Any, **named: Any) -> Any:
         nonlocal checked, test, left
+        if config.jaxtyping_disable:  # without a trace: a compiler may follow this call
+            return given(*arguments, **named)
         if test != _tests:
             test, left = _tests, CALLS
-        if not left or config.jaxtyping_disable:
+        if not left:
             return given(*arguments, **named)
         left -= 1
         if checked is None:

@@ -14,6 +14,7 @@ from unified_trainer.models.pipeline.calls import SIZES
 from unified_trainer.models.pipeline.codec import PipelineCodec
 from unified_trainer.models.pipeline.known import known
 from unified_trainer.models.pipeline.model import PipelineModel
+from unified_trainer.models.pipeline.sequence import heads_of
 
 
 def latent_shape(folder: Path, frames: int, height: int, width: int) -> Shape:
@@ -31,6 +32,12 @@ def networks(folder: Path) -> tuple[tuple[str, ...], float | None]:
     index = read_json(folder / "model_index.json")
     level = index.get("boundary_ratio")
     return tuple(known(folder).pipeline.networks), level if isinstance(level, float) else None
+
+
+def attention_heads(folder: Path) -> int:
+    """Return the heads that sequence ranks divide; 1 where they cannot share tokens."""
+    pipeline = known(folder).pipeline
+    return heads_of(pipeline.pipe.components[pipeline.networks[0]])
 
 
 def guidance(folder: Path, scale: float, config: EncoderConfig) -> Mapping[str, float]:
@@ -69,6 +76,7 @@ def pipeline_family(name: str) -> Family:
         latent_channels=lambda folder: known(folder).any().latents.shape[0],
         latent_shape=latent_shape,
         tokens=lambda folder, shape: known(folder).of_shape(shape).tokens.count,
+        attention_heads=attention_heads,
         networks=networks,
         images=images,
         guider="guider/guider_config.json" if has_guider else "",

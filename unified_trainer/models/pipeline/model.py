@@ -19,13 +19,16 @@ from unified_trainer.models.base import Shape
 from unified_trainer.models.diffusers_model import DiffusersModel
 from unified_trainer.models.folder import outline
 from unified_trainer.models.image_tensors import to_first_frames
+from unified_trainer.models.pipeline.attention import improve
 from unified_trainer.models.pipeline.facts import Facts
 from unified_trainer.models.pipeline.guidance import with_norm
 from unified_trainer.models.pipeline.known import FOLDERS, Known, known
 from unified_trainer.models.pipeline.latents import BEHIND, KNOWN
+from unified_trainer.models.pipeline.sequence import SharedTokens
 from unified_trainer.models.pipeline.tokens import blocks_of
 from unified_trainer.models.pipeline.values import made_of, nested, stacked
 from unified_trainer.numerics.flow import guide
+from unified_trainer.parallel.mesh import Mesh
 
 ROWS = " rows"  # behind the name of a padded argument: how many of its rows a prompt has
 
@@ -42,6 +45,7 @@ class PipelineModel(DiffusersModel):
         self._blocks = blocks_of(network)
         self.adapter_layers = _attention_layers(self._blocks)
         self._takes = inspect.signature(network.forward).parameters
+        improve(network)
 
     @classmethod
     def open(cls, folder: Path, component: str) -> Self:
@@ -61,6 +65,9 @@ class PipelineModel(DiffusersModel):
     @property
     def feature_size(self) -> int:
         return self._known.any().tokens.channels
+
+    def share_tokens(self, mesh: Mesh) -> None:
+        SharedTokens(self.network, self._blocks, mesh)
 
     def whole(self, tokens: Any) -> Tensor:
         """Return the sample's tokens [b, n, d] of what a block returns."""
