@@ -44,6 +44,7 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Condition
 from unified_trainer.data.clips import Clips
 from unified_trainer.methods.rl.on_policy_check import OnPolicyCheck
+from unified_trainer.methods.rl.policy_update import PolicyUpdate
 from unified_trainer.methods.rl.replay import Replay
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.codec import WanCodec
@@ -444,16 +445,25 @@ def _log_ratio(bench: Bench, flags: list[str]) -> dict[str, Any]:
     built, found = _run(bench, "dance_grpo", bench.scale.small, flags), []
 
     def note(_check: OnPolicyCheck, replay: Replay, _s: int) -> None:
-        found.append((replay.ratio.detach().double().abs().cpu(), min(replay.clip)))
+        spread = (2 * replay.kl_old.detach().double() / replay.elements).sqrt()
+        found.append((replay.ratio.detach().double().abs().cpu(), spread.cpu(), min(replay.clip)))
+
+    def unrefused(_update: PolicyUpdate, *_facts: object) -> dict[str, float]:
+        return {}
 
     try:
-        with patch.object(OnPolicyCheck, "update", note):
+        with patch.object(OnPolicyCheck, "update", note), patch.object(PolicyUpdate, "_rounding", unrefused):
             built.trainer.step(0)
     finally:
         built.close()
-    ratios, clip = torch.cat([ratio.flatten() for ratio, _ in found]), found[0][1]
-    flipped = (ratios > clip).double().mean()
-    return {"largest_log_ratio": float(ratios.max()), "clip_range": clip, "clipped_share": float(flipped)}
+    ratios, spreads = (torch.cat([row[part] for row in found]) for part in (0, 1))
+    clip = found[0][2]
+    return {
+        "largest_log_ratio": float(ratios.max()),
+        "noise_floor": float(spreads.max()),
+        "clip_range": clip,
+        "clipped_share": float((ratios > clip).double().mean()),
+    }
 
 
 def _in_words(found: dict[str, Any]) -> str:
@@ -471,6 +481,7 @@ def _in_words(found: dict[str, Any]) -> str:
         "gradient_difference": "gradients differ by at most {:.2g} of their norm",
         "worst_weight": "in {}",
         "largest_log_ratio": "largest log-ratio {:.2g}",
+        "noise_floor": "largest noise floor {:.2g}",
         "clip_range": "clip range {:g}",
         "clipped_share": "{:.1%} of the transitions clipped",
     }
