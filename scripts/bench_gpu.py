@@ -35,7 +35,7 @@ from unittest.mock import patch
 import missing_readers  # noqa: F401 - before what would import them
 import torch
 import tyro
-from random_wan import TOY, WAN_1_3B, Architecture, write
+from random_wan import SPREAD, TOY, WAN_1_3B, Architecture, write
 from recorded_calls import Call, recorded
 from rich.console import Console
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Condition
 from unified_trainer.data.clips import Clips
 from unified_trainer.methods.rl.on_policy_check import OnPolicyCheck
+from unified_trainer.methods.rl.policy_update import PolicyUpdate
 from unified_trainer.methods.rl.replay import Replay
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.codec import WanCodec
@@ -59,6 +60,7 @@ from unified_trainer.parallel.device import (
 )
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.meter import Meter
+from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.recompute import Recomputed
 from unified_trainer.roles.role import Trainable, TrainableConfig
@@ -74,6 +76,8 @@ WARM = 6  # most training steps before the one that is measured
 GRACE = 20.0  # seconds that a section has to end the row that it measures
 START = "spawn"  # how its process starts: CUDA cannot be used after a fork
 QUADRATIC_TOKENS = 10_000  # beyond them the math kernel's matrix of all pairs does not fit
+SHORT = (20, 16)  # tokens and head size of a small network, of which the gradients of attention are compared too
+RANK = 32  # of the adapters whose gradients are compared
 
 
 @dataclass(frozen=True)
@@ -262,10 +266,20 @@ def log_ratio(bench: Bench) -> None:
 
 
 def gradients(bench: Bench) -> None:
-    """Gradients of blocks that keep the products of their forward pass against those that recompute all of it."""
+    """Gradients of blocks that keep products against those that recompute all, and of attention by kernel."""
     for video in (bench.scale.small, bench.scale.large):
         for name, compile in COMPILED.items():
             bench.row("gradients", f"{video}, {name}", lambda v=video, c=compile: _gradients(bench, v, compile=c))
+    for name, compile in COMPILED.items():
+        bench.row(
+            "gradients",
+            f"{bench.scale.small}, {name}, adapters of rank {RANK}",
+            lambda c=compile: _gradients(bench, bench.scale.small, compile=c, rank=RANK),
+        )
+    for tokens, size in (SHORT, (bench.scale.small.tokens, bench.scale.architecture.head_dim)):
+        for kernel in attention_order("flash", bench.mesh.device) if bench.mesh.device.type in ("cpu", "cuda") else ():
+            name = f"attention of {tokens} tokens, head size {size}, {kernel}"
+            bench.row("gradients", name, lambda t=tokens, d=size, k=kernel: _attention_gradients(bench, t, d, k))
 
 
 SECTIONS = {f.__name__: f for f in (gradients, log_ratio, forward, attention, methods, backward, vae)}
@@ -283,8 +297,12 @@ SHARES = {
 class _Passes:
     """Passes of the transformer on one sample, as a role runs them in bf16."""
 
-    def __init__(self, bench: Bench, video: Video, recompute: Recomputed = "none", *, compile: bool = False) -> None:
+    def __init__(
+        self, bench: Bench, video: Video, recompute: Recomputed = "none", *, compile: bool = False, rank: int = 0
+    ) -> None:
+        """With a rank, adapters are trained in place of the weights."""
         self._bench, self._video, self._recompute, self._compile = bench, video, recompute, compile
+        self._adapters = {"student": AdapterConfig(rank=rank)} if rank else {}
 
     def forward(self) -> dict[str, Any]:
         role, inputs = self._role()
@@ -320,7 +338,11 @@ class _Passes:
         mesh, size = self._bench.mesh, self._bench.scale.architecture
         model = WanModel.open(self._bench.model, "transformer")
         how: dict[str, Any] = {"compile": self._compile, "recompute": self._recompute, "half_passes": True}
-        backbone = Backbone(model, mesh, trained=True, **how)
+        backbone = Backbone(model, mesh, trained=True, adapters=self._adapters, **how)
+        if self._adapters:  # their second factors begin at zero, which would hide the gradients of the first ones
+            torch.manual_seed(0)
+            for weight in backbone.weights("student").values():
+                nn.init.normal_(weight, std=SPREAD)
         role = Trainable("student", backbone, TrainableConfig(precision="bf16"))
         draw = torch.Generator(mesh.device).manual_seed(0)
         x = torch.randn(1, *self._video.latent_shape, device=mesh.device, generator=draw)
@@ -365,14 +387,38 @@ def _attention(bench: Bench, video: Video, kernel: str) -> dict[str, Any]:
     return bench.rate(taken, 3 * 4 * size.width * video.tokens**2, video.tokens)
 
 
-def _gradients(bench: Bench, video: Video, *, compile: bool) -> dict[str, Any]:
-    """Compare the gradients of all weights with those of uncompiled blocks; one that is not finite differs by inf."""
-    expected = _Passes(bench, video, "full").gradients()
-    found = _Passes(bench, video, "selective", compile=compile).gradients()
+def _gradients(bench: Bench, video: Video, *, compile: bool, rank: int = 0) -> dict[str, Any]:
+    """Compare the gradients of all weights, or of adapters, with those of uncompiled blocks."""
+    expected = _Passes(bench, video, "full", rank=rank).gradients()
+    return _differences(_Passes(bench, video, "selective", compile=compile, rank=rank).gradients(), expected)
+
+
+def _attention_gradients(bench: Bench, tokens: int, head_dim: int, kernel: str) -> dict[str, Any]:
+    """Compare the gradients of queries, keys and values in bf16 with those of products in float32."""
+    device, found = bench.mesh.device, []
+    draw = torch.Generator(device).manual_seed(0)
+    shape = (1, bench.scale.architecture.heads, tokens, head_dim)
+    drawn = [torch.randn(shape, device=device, generator=draw).bfloat16() for _ in range(3)]
+    for dtype, chosen in ((torch.bfloat16, kernel), (torch.float32, "math")):
+        parts = {name: x.to(dtype, copy=True).requires_grad_() for name, x in zip("qkv", drawn, strict=True)}
+        with _attention_kernel(bench, chosen):
+            nn.functional.scaled_dot_product_attention(*parts.values()).square().mean().backward()
+        found.append({name: x.grad.float() for name, x in parts.items() if x.grad is not None})
+    return _differences(*found)
+
+
+def _differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the largest relative difference of a gradient, and whose it is; one that is not finite differs by inf."""
     differences = {key: float((found[key] - g).norm() / g.norm()) for key, g in expected.items()}
     differences = {key: d if math.isfinite(d) else math.inf for key, d in differences.items()}
     worst = max(differences, key=lambda key: differences[key])
-    return {"gradient_difference": differences[worst], "worst_weight": worst}
+    whole = sum(float((found[key] - g).square().sum()) for key, g in expected.items())
+    norm = sum(float(g.square().sum()) for g in expected.values())
+    return {
+        "gradient_difference": differences[worst],
+        "worst_weight": worst,
+        "whole_difference": math.sqrt(whole / norm),
+    }
 
 
 def _decode(bench: Bench, config: EncoderConfig) -> dict[str, Any]:
@@ -444,16 +490,25 @@ def _log_ratio(bench: Bench, flags: list[str]) -> dict[str, Any]:
     built, found = _run(bench, "dance_grpo", bench.scale.small, flags), []
 
     def note(_check: OnPolicyCheck, replay: Replay, _s: int) -> None:
-        found.append((replay.ratio.detach().double().abs().cpu(), min(replay.clip)))
+        spread = (2 * replay.kl_old.detach().double() / replay.elements).sqrt()
+        found.append((replay.ratio.detach().double().abs().cpu(), spread.cpu(), min(replay.clip)))
+
+    def unrefused(_update: PolicyUpdate, *_facts: object) -> dict[str, float]:
+        return {}
 
     try:
-        with patch.object(OnPolicyCheck, "update", note):
+        with patch.object(OnPolicyCheck, "update", note), patch.object(PolicyUpdate, "_rounding", unrefused):
             built.trainer.step(0)
     finally:
         built.close()
-    ratios, clip = torch.cat([ratio.flatten() for ratio, _ in found]), found[0][1]
-    flipped = (ratios > clip).double().mean()
-    return {"largest_log_ratio": float(ratios.max()), "clip_range": clip, "clipped_share": float(flipped)}
+    ratios, spreads = (torch.cat([row[part] for row in found]) for part in (0, 1))
+    clip = found[0][2]
+    return {
+        "largest_log_ratio": float(ratios.max()),
+        "noise_floor": float(spreads.max()),
+        "clip_range": clip,
+        "clipped_share": float((ratios > clip).double().mean()),
+    }
 
 
 def _in_words(found: dict[str, Any]) -> str:
@@ -470,7 +525,9 @@ def _in_words(found: dict[str, Any]) -> str:
         "warm_seconds": "{:.0f} s of steps before it",
         "gradient_difference": "gradients differ by at most {:.2g} of their norm",
         "worst_weight": "in {}",
+        "whole_difference": "all together by {:.2g}",
         "largest_log_ratio": "largest log-ratio {:.2g}",
+        "noise_floor": "largest noise floor {:.2g}",
         "clip_range": "clip range {:g}",
         "clipped_share": "{:.1%} of the transitions clipped",
     }

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import unified_trainer
 from unified_trainer.models import joint_model, masked_attention
+from unified_trainer.roles import blocks
 
 with warnings.catch_warnings():  # of torch about itself
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -192,7 +193,7 @@ class Fused:
             patches.setattr("torch._inductor.scheduler.has_triton", lambda *_: True)
             patches.setattr(Scheduler, "codegen", lambda scheduler: self._count(scheduler))
             with pytest.raises(InductorError, match="_Scheduled"):
-                compile_fx.compile_fx(graph, inputs)
+                compile_fx.compile_fx(graph, inputs, config_patches=blocks.INDUCTOR)
         return graph.forward
 
     def _count(self, scheduler: Scheduler) -> None:

@@ -1,8 +1,11 @@
 """The processes of Inductor's compilers, which a stop of the run must not end."""
 
+import functools
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch._inductor import async_compile
 
 from unified_trainer.roles import blocks
 from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.recompute import Recompute
 
 BLOCKED = "import signal; print(*sorted(int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
 
@@ -42,9 +46,33 @@ def test_a_run_that_calls_no_compiler_starts_none(compile, backend, started, mon
     assert not started
 
 
-def test_reductions_of_compiled_blocks_follow_no_timing_and_all_gradients_are_written(started):
-    inductor = torch._inductor.config
-    with inductor.patch({"deterministic": False, "triton.mix_order_reduction": True, "emulate_precision_casts": False}):
-        Backbone(small_model(), ALONE, compile=True)
-        assert inductor.deterministic and inductor.emulate_precision_casts
-        assert not inductor.triton.mix_order_reduction
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)  # of torch about itself
+@pytest.mark.parametrize("memory", ["none", "selective"])
+def test_every_graph_is_compiled_with_our_options(started, monkeypatch, memory):
+    """With gradient and without, of several shapes: a global setting would hold for the first graph of a process alone.
+
+    Inductor is stopped where it has the graphs of a forward or a backward pass, which then run as they are.
+    """
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._inductor import compile_fx  # seconds
+
+    torch._dynamo.reset()
+    found, whole = [], compile_fx.compile_fx
+
+    def as_it_is(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor], **_how: object) -> Callable[..., object]:
+        config = torch._inductor.config
+        found.append((config.deterministic, config.emulate_precision_casts, config.triton.mix_order_reduction))
+        return boxed_nop(graph, ())
+
+    monkeypatch.setattr(compile_fx, "compile_fx", functools.partial(whole, inner_compile=as_it_is))
+    block = torch.nn.Linear(3, 3)
+    blocks.prepare_blocks([block], Recompute.of_setting(memory, 1), nullcontext, lambda *inputs: inputs)
+    for samples in (1, 2):
+        for gradient in (False, True):
+            with torch.set_grad_enabled(gradient):
+                result = block(torch.ones(samples, 3))
+        result.sum().backward()
+    assert len(found) == 6 and set(found) == {(True, True, False)}

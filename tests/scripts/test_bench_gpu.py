@@ -140,6 +140,9 @@ def test_the_toy_run(tmp_path, monkeypatch):
     rows = {row["name"]: row for row in written["rows"]}
     assert not any("failed" in row for row in written["rows"])
     assert next(row["gradient_difference"] for row in written["rows"] if row["section"] == "gradients") == 0
+    assert rows["32x32x5, uncompiled, adapters of rank 32"]["whole_difference"] == 0
+    assert 0 < rows["attention of 20 tokens, head size 16, flash"]["gradient_difference"] < 1e-2  # bf16
+    assert 0 < rows["bf16, samples per pass 2 in the rollout, 2 in the replay"]["noise_floor"] < 1e-6
     forward, both = rows["32x32x5, uncompiled"], rows["32x32x5, uncompiled, recomputing full"]
     # MATH: products of the input's layers have no gradient of their input counted apart, so a pass is exactly thrice.
     assert both["model_tflop"] == pytest.approx(3 * forward["model_tflop"])

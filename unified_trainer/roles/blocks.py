@@ -23,6 +23,16 @@ Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 BlockInputs = Callable[..., tuple[Any, ...]]
 Compile = Literal["auto"] | bool
 BACKEND = "inductor"
+# Options of Inductor are given with each graph: whenever Dynamo has compiled a frame, torch sets the global
+# `deterministic` back, so that only the first graph of a process would have it.
+INDUCTOR: dict[str, bool] = {
+    "emulate_precision_casts": True,  # fused kernels round in bf16 where the uncompiled block does
+    # Reductions are not chosen by measured time: passes with and without gradient, and those of a resumed run, would
+    # add in another order.
+    "deterministic": True,
+    # It leaves parts of the gradients of scale_shift_table and of the time embedding unwritten (pytorch issue 193061).
+    "triton.mix_order_reduction": False,
+}
 # Graphs of all roles together: with and without gradient, and for each adapter, shape and kind of recomputation.
 GRAPHS = 64
 
@@ -157,7 +167,8 @@ class _Graphs:
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # parallel.tf32 decides
         _configure()
         inner = _kept_products(forward) if how == "selective" else forward
-        graph = torch.compile(inner, fullgraph=True, dynamic=False, backend=BACKEND)
+        options = INDUCTOR if BACKEND == "inductor" else None
+        graph = torch.compile(inner, fullgraph=True, dynamic=False, backend=BACKEND, options=options)
         uncompiled = _recomputed(forward, how, adapter) if how == "selective" else forward
 
         def run(*inputs: Any) -> Any:
@@ -185,13 +196,6 @@ def _configure() -> None:
     """Set what torch's compiler does in this process."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     torch._functorch.config.force_non_lazy_backward_lowering = True
-    inductor = torch._inductor.config
-    inductor.emulate_precision_casts = True
-    # Reductions are not chosen by measured time: passes with and without gradient, and those of a resumed run, would
-    # add in another order.
-    inductor.deterministic = True
-    # It leaves parts of the gradients of scale_shift_table and of the time embedding unwritten (pytorch issue 193061).
-    inductor.triton.mix_order_reduction = False
 
 
 def _why(error: Exception) -> str:
