@@ -65,20 +65,6 @@ def heads_to_tokens(x: Heads, mesh: Mesh) -> Heads:
     return _Exchange.apply(by_rank, mesh).movedim(0, 2).flatten(2, 3)
 
 
-def own_heads(x: Heads, mesh: Mesh) -> Heads:
-    """Return the heads of this rank, of tokens that every rank has."""
-    return x.chunk(mesh.config.sequence, 2)[mesh.sequence_rank]
-
-
-def gather_heads(x: Heads, mesh: Mesh) -> Heads:
-    """Return all heads of tokens that every rank has, of [b, n, heads of this rank, d].
-
-    The gradient of a rank's heads is the sum of what all ranks give: each computes with the gathered tokens.
-    """
-    for_each = x.expand(mesh.config.sequence, *x.shape)
-    return _Exchange.apply(for_each, mesh).movedim(0, 2).flatten(2, 3)
-
-
 class _Exchange(torch.autograd.Function):
     """All-to-all over dimension 0: row i goes to rank i, row j comes from rank j."""
 

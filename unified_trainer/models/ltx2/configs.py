@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import Schema, read_as
+from unified_trainer.basics.suggestions import multiples_near
 from unified_trainer.models.base import EXPERTS, Shape
-from unified_trainer.models.image_latents import video_latent_shape
 from unified_trainer.models.ltx2.layout import BANDS, SPACE, TIME, with_sound
 
 Size = Annotated[int, Field(ge=1, le=2**20)]
@@ -146,10 +146,15 @@ def latent_shape(folder: Path, frames: int, height: int, width: int) -> Shape:
     vae = read_as(Ltx2VAEConfig, file)
     if (held := vae.latent_channels) != channels:
         raise UserError(f"{file}: latent_channels is {held}, but the transformer takes {channels}")
-    shape = video_latent_shape(channels, TIME, SPACE, 1, frames, height, width)
+    if frames < 1 or (frames - 1) % TIME:
+        below = max(frames - 1, 0) // TIME * TIME + 1
+        raise UserError(f"video.frames must be {TIME}k + 1 for this VAE, not {frames}: set {below} or {below + TIME}")
     for name, size in (("height", height), ("width", width)):
+        if size < SPACE or size % SPACE:
+            good = multiples_near(size, SPACE)
+            raise UserError(f"video.{name} must be a multiple of {SPACE} for this VAE, not {size}: set {good}")
         if size == SPACE and vae.decoder_spatial_padding_mode == "reflect":
             raise UserError(
                 f"video.{name} must be at least {2 * SPACE}, not {size}: this VAE pads a side by its reflection"
             )
-    return with_sound(shape)
+    return with_sound((channels, (frames - 1) // TIME + 1, height // SPACE, width // SPACE))

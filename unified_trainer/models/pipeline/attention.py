@@ -1,6 +1,7 @@
 """Attention of networks of diffusers in fewer roundings and less memory than their own code takes."""
 
 import torch
+from diffusers import HunyuanVideo15Transformer3DModel
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import Attention
 from diffusers.models.embeddings import apply_rotary_emb
@@ -8,9 +9,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from unified_trainer.models.pipeline.hunyuan_video15 import with_masks
+
 
 def improve(network: nn.Module) -> None:
-    """Let torch's norms compute in float32, and HunyuanVideo 1.5 attend with a mask of keys."""
+    """Let torch's norms compute in float32, and HunyuanVideo 1.5 run and attend with a mask of keys."""
+    if isinstance(network, HunyuanVideo15Transformer3DModel):
+        with_masks(network)
     for module in network.modules():
         if isinstance(module, nn.RMSNorm):
             module.register_forward_pre_hook(widen)

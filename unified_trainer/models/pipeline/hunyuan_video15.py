@@ -1,0 +1,57 @@
+"""HunyuanVideo 1.5's transformer (arXiv:2511.18870) with masks in place of sorted tokens.
+
+Its own forward reads which tokens are masked, which waits for the device in each pass, and moves them behind the others.
+Text and image have no positions: masks alone give the same velocities.
+"""
+
+from functools import partial
+
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from unified_trainer.basics.types import Latents
+
+
+def with_masks(network: HunyuanVideo15Transformer3DModel) -> None:
+    """Let a network run by `forward`."""
+    network.forward = partial(forward, network)
+
+
+def forward(
+    network: HunyuanVideo15Transformer3DModel,
+    hidden_states: Float[Tensor, "b read t h w"],
+    timestep: Tensor,
+    encoder_hidden_states: Float[Tensor, "b n d"],
+    encoder_attention_mask: Tensor,
+    encoder_hidden_states_2: Float[Tensor, "b m e"],
+    encoder_attention_mask_2: Tensor,
+    image_embeds: Float[Tensor, "b s f"],
+    return_dict: bool = False,
+) -> tuple[Latents]:
+    """Return the velocities, for the arguments that the pipelines give; an image of zeros is none, and is masked."""
+    (b, _, t, h, w), patch = hidden_states.shape, network.config.patch_size
+    turns, times = network.rope(hidden_states), network.time_embed(timestep)
+    first, second, third = network.cond_type_embed.weight
+    words = refined(network.context_embedder, encoder_hidden_states, timestep, encoder_attention_mask.bool())
+    glyphs = network.context_embedder_2(encoder_hidden_states_2)
+    said = torch.cat([network.image_embedder(image_embeds) + third, glyphs + second, words + first], 1)
+    seen = image_embeds.flatten(1).any(1, keepdim=True).expand(-1, image_embeds.shape[1])
+    mask = torch.cat([seen, encoder_attention_mask_2.bool(), encoder_attention_mask.bool()], 1)
+    tokens = network.x_embedder(hidden_states)
+    for block in network.transformer_blocks:
+        tokens, said = block(tokens, said, times, mask, turns)
+    tokens = network.proj_out(network.norm_out(tokens, times))
+    patches = tokens.view(b, t, h // patch, w // patch, -1, patch, patch).permute(0, 4, 1, 2, 5, 3, 6)
+    return (patches.reshape(b, -1, t, h, w),)
+
+
+def refined(embedder: nn.Module, text: Float[Tensor, "b n d"], time: Tensor, mask: Tensor) -> Tensor:
+    """Return the tokens of a text, which attend to those that are not masked."""
+    counted = mask.unsqueeze(2).to(text)
+    times = embedder.time_text_embed(time, (text * counted).sum(1) / counted.sum(1))
+    tokens = embedder.proj_in(text)
+    for block in embedder.token_refiner.refiner_blocks:
+        tokens = block(tokens, times, mask[:, None, None])
+    return tokens
