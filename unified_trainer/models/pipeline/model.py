@@ -24,7 +24,7 @@ from unified_trainer.models.pipeline.guidance import with_norm
 from unified_trainer.models.pipeline.known import FOLDERS, Known, known
 from unified_trainer.models.pipeline.latents import BEHIND, KNOWN
 from unified_trainer.models.pipeline.tokens import blocks_of
-from unified_trainer.models.pipeline.values import made_of, nested, stacked
+from unified_trainer.models.pipeline.values import made_of, nested, part, stacked
 from unified_trainer.numerics.flow import guide
 
 ROWS = " rows"  # behind the name of a padded argument: how many of its rows a prompt has
@@ -92,9 +92,7 @@ class PipelineModel(DiffusersModel):
             inputs[facts.guidance] = cond[facts.guidance]
         if "return_dict" in self._takes:
             inputs["return_dict"] = False
-        v = stacked(made_of(self.network(**nested(inputs)))).float() * facts.sign
-        if facts.output:
-            v = v.narrow(facts.output[0], 0, facts.output[1])
+        v = part(stacked(made_of(self.network(**nested(inputs)))), facts.output).float() * facts.sign
         v = here.ours(v)
         return to_first_frames(v, x_t, sigma, cond[KNOWN]) if latents.known else v
 
