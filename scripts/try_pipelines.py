@@ -70,13 +70,17 @@ def flow_matching() -> list[str]:
 
 
 def opened(folder: Path, call: Mapping[str, Any]) -> Comparison:
-    """Return the comparison at the size of the call, or at 64 x 64 pixels where the pipeline makes no such size."""
-    try:
-        return Comparison(folder, call)
-    except ProbeError as error:
-        if "was asked for" not in str(error):
-            raise
-        return Comparison(folder, {**call, "height": 64, "width": 64})
+    """Return the comparison at the size of the call, or at the one that the pipeline makes instead."""
+    for size in ({}, {"height": 64, "width": 64}):
+        try:
+            return Comparison(folder, {**call, **size})
+        except ProbeError as error:
+            refused, other = error, re.search(r"makes \[(?:\d+, )?(\d+), (\d+)\] where", str(error))
+            if other is None:
+                raise
+    if call.get("num_frames", call.get("frames", 1)) > 1:
+        raise refused
+    return Comparison(folder, {**call, "height": int(other[1]), "width": int(other[2])})
 
 
 def prepared(place: Path, frames: int, *, pictured: bool) -> dict[str, object]:
@@ -206,7 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these pipelines; the other rows stay")
     parser.add_argument("--methods", nargs="*", default=METHODS, choices=METHODS, help="methods that train")
-    parser.add_argument("--seconds", type=float, default=120, help="after which a pipeline is given up")
+    parser.add_argument("--seconds", type=float, default=400, help="after which a pipeline is given up")
     args = parser.parse_args()
     classes = flow_matching()
     if unknown := [name for name in args.only if name not in SMALL and name not in classes]:

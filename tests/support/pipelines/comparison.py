@@ -86,7 +86,7 @@ class Comparison:
                 output_type="pt",
                 **self._arguments(),
             )
-        frames = made.images if "images" in made else made.frames
+        frames = made[0]
         frames = frames.float()[:, :, None] if frames.dim() == 4 else frames.float().transpose(1, 2)
         last = (decoded[0][:, :, None] if self.facts.latents.flat else decoded[0]).float()
         last = (last - self.facts.latents.shift) / self.facts.latents.scale

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from unified_trainer.models.pipeline.calls import CallRecord, Pipeline
 from unified_trainer.models.pipeline.latents import FoundLatents
-from unified_trainer.models.pipeline.values import Place, Size, same, stacked
+from unified_trainer.models.pipeline.values import Place, Size, part, same, stacked
 
 Rule = Literal["plain", "norm", "unknown"]  # norm: each token, or row, keeps the norm of the conditional velocity
 
@@ -32,9 +32,7 @@ def rule_of(
     """
     seen = _guided(pipeline, prompt, size, image)
     each = len(seen.inputs) // len(seen.steps)  # calls of the network in a step
-    made = [stacked(x).double() * sign for x in seen.outputs[:each]]
-    if output:
-        made = [x.narrow(output[0], 0, output[1]) for x in made]
+    made = [part(stacked(x), output).double() * sign for x in seen.outputs[:each]]
     given = latents.of_given(stacked(seen.steps[0][0]).double())
     passes = [x.reshape(1, *latents.native) for each_call in made for x in each_call]
     if len(passes) == 1:

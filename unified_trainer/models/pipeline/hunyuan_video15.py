@@ -1,7 +1,7 @@
 """HunyuanVideo 1.5's transformer (arXiv:2511.18870) with masks in place of sorted tokens.
 
-Its own forward reads which tokens are masked, which waits for the device in each pass, and moves them behind the others.
-Text and image have no positions: masks alone give the same velocities.
+Its own forward reads which tokens are masked, which waits for the device in each pass, and moves them behind the
+others. Text and image have no positions: masks alone give the same velocities.
 """
 
 from functools import partial

@@ -14,7 +14,7 @@ from unified_trainer.models.pipeline.opening import open_pipeline
 from unified_trainer.models.pipeline.probe import learn
 from unified_trainer.models.pipeline.values import Size
 
-FRAMES, SIDES = (1, 5, 9, 17), (32, 64, 128, 256, 512)  # of the small videos that a pipeline is tried on
+FRAMES, SIDES = (1, 5, 9, 17), (32, 64, 128, 256, 512, 1024)  # of the small videos that a pipeline is tried on
 
 
 class Known:

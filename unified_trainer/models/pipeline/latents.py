@@ -12,7 +12,7 @@ from torch import Tensor
 from unified_trainer.basics.types import Latents
 from unified_trainer.models.base import Shape
 from unified_trainer.models.pipeline.calls import SHORT, Pipeline
-from unified_trainer.models.pipeline.values import Place, Size, same, stacked
+from unified_trainer.models.pipeline.values import Place, Size, part, same, stacked
 
 DIGIT = 1024  # indices pass through a pipeline as two digits, which float32 holds exactly
 BEHIND, KNOWN = "channels behind the latents", "first latent frames"  # parts of the argument that follow from an image
@@ -86,7 +86,7 @@ class FoundLatents:
     def of_argument(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the native latents among the network's arguments."""
         x = stacked(inputs[self.name])
-        return x.narrow(self.channels[0], 0, self.channels[1]) if self.channels else x
+        return part(x, self.channels)
 
     def ours(self, native: Tensor) -> Latents:
         """Return native latents in our order."""

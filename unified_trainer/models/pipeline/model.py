@@ -26,7 +26,7 @@ from unified_trainer.models.pipeline.known import FOLDERS, Known, known
 from unified_trainer.models.pipeline.latents import BEHIND, KNOWN
 from unified_trainer.models.pipeline.sequence import SharedTokens
 from unified_trainer.models.pipeline.tokens import blocks_of
-from unified_trainer.models.pipeline.values import made_of, nested, stacked
+from unified_trainer.models.pipeline.values import made_of, nested, part, stacked
 from unified_trainer.numerics.flow import guide
 from unified_trainer.parallel.mesh import Mesh
 
@@ -99,9 +99,7 @@ class PipelineModel(DiffusersModel):
             inputs[facts.guidance] = cond[facts.guidance]
         if "return_dict" in self._takes:
             inputs["return_dict"] = False
-        v = stacked(made_of(self.network(**nested(inputs)))).float() * facts.sign
-        if facts.output:
-            v = v.narrow(facts.output[0], 0, facts.output[1])
+        v = part(stacked(made_of(self.network(**nested(inputs)))), facts.output).float() * facts.sign
         v = here.ours(v)
         return to_first_frames(v, x_t, sigma, cond[KNOWN]) if latents.known else v
 

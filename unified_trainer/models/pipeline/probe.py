@@ -12,7 +12,7 @@ from unified_trainer.models.pipeline.facts import Facts, FoundTime
 from unified_trainer.models.pipeline.guidance import rule_of
 from unified_trainer.models.pipeline.latents import FoundLatents
 from unified_trainer.models.pipeline.tokens import noted_block, tokens_of
-from unified_trainer.models.pipeline.values import Place, Size, same, stacked, wider
+from unified_trainer.models.pipeline.values import Place, Size, part, same, stacked, wider
 
 COLORS = (200, 30, 30), (30, 90, 200)
 
@@ -114,11 +114,11 @@ def _line(sigmas: Tensor, times: Tensor) -> tuple[float, float, float] | None:
 def _output(pipeline: Pipeline, seen: CallRecord, latents: FoundLatents) -> tuple[float, Place | None]:
     made, velocity = stacked(seen.outputs[0]), stacked(seen.steps[0][0])
     given = latents.of_given(velocity)
-    places: list[Place | None] = [None, *wider(made, torch.empty(1, *latents.native))]
-    for sign in (1.0, -1.0):
-        for place in places:
-            native = made.narrow(place[0], 0, place[1]) if place else made
-            if native[0].numel() == math.prod(latents.native) and same(sign * latents.of_step(native), given):
+    wide = wider(made, torch.empty(1, *latents.native))
+    for place in (None, *wide, *((dim, -count) for dim, count in wide)):
+        native = part(made, place)
+        for sign in (1.0, -1.0) if native[0].numel() == math.prod(latents.native) else ():
+            if same(sign * latents.of_step(native), given):
                 return sign, place
     raise pipeline.refuse(
         f"makes the velocity {[*velocity.shape]} of the network's output {[*made.shape]} by more than a sign"

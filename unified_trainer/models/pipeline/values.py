@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 Size = tuple[int, int, int]  # frames, height and width in pixels
-Place = tuple[int, int]  # a dimension, and how many of its first channels are meant
+Place = tuple[int, int]  # a dimension, and how many of its first channels are meant; less than 0: of its last
 
 
 def flat(arguments: Mapping[str, Any], samples: int) -> dict[str, Any]:
@@ -62,6 +62,12 @@ def same(a: Tensor, b: Tensor) -> bool:
 def rows_of(value: Any) -> int | None:
     """Return the number of rows or items of an argument; None if it has none."""
     return len(value) if isinstance(value, (list, tuple)) or (isinstance(value, Tensor) and value.dim()) else None
+
+
+def part(x: Tensor, place: Place | None) -> Tensor:
+    """Return the first or the last channels of a dimension; the whole where there is no place."""
+    dim, count = place or (0, len(x))
+    return x.narrow(dim, 0 if count > 0 else x.shape[dim] + count, abs(count))
 
 
 def wider(value: Tensor, part: Tensor) -> list[Place]:

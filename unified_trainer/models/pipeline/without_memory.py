@@ -11,18 +11,27 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+KNOWN = 2**12  # elements of a tensor that is computed: lengths, grids and positions of tokens
+PERIOD = 65521  # numbers of an answer that are drawn: a prime, so that no packing of them is another
 LARGE = 2**22  # numbers of an answer from which its rows overlap in memory
+FACTORIES = (torch.ops.aten.arange, torch.ops.aten.scalar_tensor)
 
 
 class _Answering(FakeTensorMode):
-    """Fake tensors whose numbers are not zero, for code that looks at them; torch raises for these."""
+    """Fake tensors whose numbers are not zero, for code that looks at them; numbers that are known stay known."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        given = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
+        known = all(x.numel() <= KNOWN and not isinstance(x, FakeTensor) | x.is_floating_point() for x in given)
+        if known and (given or func.overloadpacket in FACTORIES):
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else True if args[0].dtype == torch.bool else 1
-        if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
+        if func is torch.ops.aten.nonzero.default:
             with self:
                 return torch.empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
+        if func is torch.ops.aten.bincount.default:  # of experts: all tokens go to the first
+            return torch.tensor([args[0].numel()])
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -92,12 +101,12 @@ class WithoutMemory:
             if not isinstance(x, FakeTensor):
                 return x
             if x.is_floating_point():
-                # overlapping rows: the words of a vocabulary for each token would take gigabytes
-                steps = [1 if dim == x.dim() - 1 else 2 * (x.dim() - dim) + 1 for dim in range(x.dim())]
-                last = sum((size - 1) * step for size, step in zip(x.shape, steps, strict=True))
-                if x.numel() > LARGE:
+                if x.numel() > LARGE:  # the words of a vocabulary for each token would take gigabytes
+                    steps = [1 if dim == x.dim() - 1 else 2 * (x.dim() - dim) + 1 for dim in range(x.dim())]
+                    last = sum((size - 1) * step for size, step in zip(x.shape, steps, strict=True))
                     return torch.randn(last + 1, generator=draw).to(x.dtype).as_strided(x.shape, steps)
-                return torch.randn(x.shape, generator=draw).to(x.dtype)
+                drawn = torch.randn(min(x.numel(), PERIOD), generator=draw).to(x.dtype)
+                return drawn.repeat(-(-x.numel() // PERIOD))[: x.numel()].reshape(x.shape)
             return torch.zeros(x.shape, dtype=x.dtype)
 
         return tree_map(one, output)
