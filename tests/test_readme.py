@@ -15,7 +15,7 @@ import pytest
 from forked import program
 from helpers import ALONE, HPSV3, REPO
 from real_clips import real_folder
-from recipe_folders import SIZES, model_folder
+from recipe_folders import model_folder
 
 from unified_trainer.__main__ import COMMANDS, main
 from unified_trainer.run.plan.plan import check
@@ -113,7 +113,7 @@ def test_the_checkpoints_of_the_evaluation_are_those_of_readme():
 def test_the_commands_run_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, recipe in MODELS.items():
-        model_folder(tmp_path / name, *SIZES[recipe])
+        model_folder(tmp_path / name, recipe)
     (tmp_path / "hpsv3").symlink_to(HPSV3)
     real_folder(tmp_path / "clips")
     for file in ("prompts.txt", "held_out.txt"):

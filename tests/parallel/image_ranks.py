@@ -1,4 +1,4 @@
-"""Networks that read images, and those of joint attention, whose tokens two ranks share.
+"""Networks that read images, whose tokens two ranks share.
 
 The program of the ranks of tests/parallel/test_image_ranks.py: `python image_ranks.py FOLDER` writes into FOLDER.
 
@@ -20,11 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from helpers import ALONE, CAPTIONS, CPU
-from hunyuan15_folder import hunyuan15_folder
 from i2v_folder import i2v_folder
-from ltx_folder import ltx_folder
-from qwen_image_folder import qwen_image_folder
-from sd3_folder import sd3_folder
 from ti2v_folder import ti2v_folder
 
 from unified_trainer.basics.requests import Image, Request
@@ -32,10 +28,6 @@ from unified_trainer.basics.types import Batch
 from unified_trainer.data.loader import make_batch
 from unified_trainer.models.base import Family
 from unified_trainer.models.encoders import EncoderConfig
-from unified_trainer.models.hunyuan15.family import HUNYUAN15
-from unified_trainer.models.ltx.family import LTX
-from unified_trainer.models.qwen_image.family import QWEN_IMAGE
-from unified_trainer.models.sd3.family import SD3
 from unified_trainer.models.wan.family import WAN
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
@@ -66,13 +58,6 @@ class Kind:
 KINDS = {
     "ti2v": Kind(WAN, ti2v_folder, (9, 64, 64), "patch_embedding", images=True),  # noise levels of each token
     "i2v": Kind(WAN, partial(i2v_folder, clip=True), (9, 64, 64), "patch_embedding", images=True),
-    "qwen-image": Kind(QWEN_IMAGE, qwen_image_folder, (1, 48, 48), "img_in"),
-    "sd3": Kind(SD3, sd3_folder, (1, 48, 48), "pos_embed", compiled=False),
-    "hunyuan15": Kind(
-        HUNYUAN15, partial(hunyuan15_folder, image=True), (9, 48, 16), "x_embedder", images=True, compiled=False
-    ),
-    "ltx": Kind(LTX, ltx_folder, (17, 96, 32), "proj_in", images=True),  # times of each token
-    "ltx of text": Kind(LTX, ltx_folder, (17, 32, 32), "proj_in", compiled=False),
 }
 
 
@@ -82,7 +67,7 @@ def folders(root: Path) -> None:
 
 
 def batch_of(folder: Path) -> Batch:
-    """Two samples, of one text and two images or of two texts; HunyuanVideo reads the quoted word by letters."""
+    """Two samples, of one text and two images or of two texts;"""
     kind = KINDS[folder.name]
     codec, (_, *sides) = kind.family.codec(folder, CPU, EncoderConfig()), kind.size
     draw = np.random.default_rng(0)

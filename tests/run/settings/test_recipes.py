@@ -13,7 +13,7 @@ from clip_files import tensors, write_clips
 from helpers import ALONE, HPSV3, OF_CLIPS, REPO, flags
 from PIL import Image
 from real_clips import grays, write_exactly
-from recipe_folders import SIZES, model_folder
+from recipe_folders import model_folder
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
@@ -40,7 +40,7 @@ REAL = [recipe for recipe in settings.recipes() if not recipe.startswith(("tiny"
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    return {recipe: model_folder(root / recipe, *size) for recipe, size in SIZES.items()}
+    return {recipe: model_folder(root / recipe, recipe) for recipe in REAL}
 
 
 def parsed(*words: object) -> settings.RunConfig:
@@ -51,25 +51,21 @@ def parsed(*words: object) -> settings.RunConfig:
     ("flags", "message"),
     [
         (
-            ["--video.height", "48"],
-            "video.height must be a multiple of 32 for this VAE (16) and the transformer's patches",
+            ["--video.height", "72"],
+            "video.height must be a multiple of 16 for this VAE (8) and the transformer's patches",
         ),
-        (["--video.height", "48"], "not 48: set 32 or 64"),
-        (["--video.height", "64", "--video.width", "16"], "not 16: set 32"),
+        (["--video.height", "72"], "not 72: set 64 or 80"),
+        (["--video.height", "64", "--video.width", "8"], "not 8: set 16"),
         (["--video.frames", "48"], "video.frames must be 4k + 1 for this VAE, not 48: set 45 or 49"),
     ],
 )
 def test_a_size_that_no_patch_divides_is_refused_before_weights_are_read(tmp_path, prompts, flags, message):
-    """The folder has no weights; the tiny world's VAE divides by 16, and the transformer by 2 more."""
-    folder = model_folder(tmp_path / "model", 1, SIZES["wan2.1-1.3b"][1] | {"patch_size": [1, 2, 2]})
+    """The folder has no weights; the VAE divides by 8, and the transformer by 2 more."""
+    folder = model_folder(tmp_path / "model", "wan2.1-1.3b")
     words = given("wan2.1-1.3b", "dance_grpo", folder, prompts)
-    assert check(parsed(*words, "--video.height", "64"), ALONE).latent_shape[2:] == (4, 26)
+    assert check(parsed(*words, "--video.height", "64"), ALONE).latent_shape[2:] == (8, 52)
     with pytest.raises(UserError, match=re.escape(message)):
         check(parsed(*words, *flags), ALONE)
-
-
-def test_every_real_recipe_has_a_published_size():
-    assert set(REAL) == set(SIZES)
 
 
 CAUSAL = ("self_forcing", "long_self_forcing", "streaming_tuning")
@@ -342,7 +338,7 @@ def test_a_path_in_a_config_file_needs_a_recipe_too(models, tmp_path):
 
 
 def test_a_model_that_no_recipe_fits_is_told_all(tmp_path):
-    folder = model_folder(tmp_path / "odd", 1, {"num_layers": 7})
+    folder = model_folder(tmp_path / "odd", "wan2.1-1.3b", num_layers=7)
     with pytest.raises(
         ConfigError,
         match=r"Write your own and give --recipe my_recipe\.yaml .* have general-images, .*wan2\.2-ti2v-5b$",
