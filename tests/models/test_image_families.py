@@ -736,10 +736,9 @@ def test_flops_of_encoders_and_decoder_are_those_of_the_layers_that_run(case, fo
             pipeline.call([LONG], codec._facts.size, Image.new("RGB", (64, 64)), stop=True)
         vae = codec._parts["vae"]
     else:
-        with codec._text_encoders.in_use() as encoders:
-            listen(*encoders)
-            for encoder, tokenizer in zip(encoders, codec._tokenizers, strict=True):
-                codec.embed(encoder, tokenizer, LONG)
+        with codec._text_encoder.in_use() as encoder:
+            listen(encoder)
+            codec.embed(encoder, LONG)
         vae = codec._vae
     blueprint = case.family.blueprint(folder)
     assert blueprint.encode_flops() == sum(ran)

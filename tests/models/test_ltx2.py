@@ -141,7 +141,7 @@ def test_the_connectors_are_part_of_the_text_encoder(folder, tmp_path):
     codec, other = codec_of(folder), ltx2_folder(tmp_path / "other", seed=1)
     assert codec.text_fingerprint != codec_of(other).text_fingerprint
     assert "2 distinct" in codec.encode_ahead([*PROMPTS, PROMPTS[1].strip()], ALONE)  # as the pipeline reads them
-    assert codec._connectors._network is codec._text_encoders._network is None
+    assert codec._connectors._network is codec._text_encoder._network is None
     assert codec.encode_text(PROMPTS)["sound_text"].shape == (2, LENGTH, 24)
 
 

@@ -52,8 +52,8 @@ def text(codec: WanCodec, prompts=PROMPTS) -> torch.Tensor:
 
 def test_embeddings_are_those_of_one_padded_pass(codec):
     """The text encoder's own output for all prompts at once, zero behind the last token of each."""
-    tokens = codec._tokenizers[0](PROMPTS, padding="max_length", max_length=16, truncation=True, return_tensors="pt")
-    encoder = codec._text_encoders.load()[0]
+    tokens = codec._tokenizer(PROMPTS, padding="max_length", max_length=16, truncation=True, return_tensors="pt")
+    encoder = codec._text_encoder.load()
     with torch.no_grad():
         whole = encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state * tokens.attention_mask[..., None]
     torch.testing.assert_close(text(codec), whole, rtol=0, atol=1e-6)

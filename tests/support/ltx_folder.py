@@ -36,7 +36,7 @@ def ltx_folder(folder: Path, *, noisy: bool = False, image: bool = False) -> Pat
             upsample_residual=(True,) * 3,
             upsample_factor=(2,) * 3,
             timestep_conditioning=True,
-            scaling_factor=1.25,
+            scaling_factor=1.0 if image else 1.25,  # the pipeline of images does not scale an image's latents
         )
         vae.latents_mean += 0.3 * torch.randn(16)
         vae.latents_std += 0.5 * torch.rand(16)

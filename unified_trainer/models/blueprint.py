@@ -66,26 +66,20 @@ def codec_blueprint(
     folder: Path, model: ModelKind, codec: type[DiffusersCodec], flow_map: ModelKind | None = None
 ) -> Blueprint:
     """Return the blueprint of a folder whose family has classes for its model and its codec."""
-    configs = [read_json(part / "config.json") for part in codec.parts(folder, "text_encoder")]
-    files = [part / "tokenizer_config.json" for part in codec.parts(folder, "tokenizer")]
-    given = [read_json(file).get("model_max_length") if file.is_file() else None for file in files]
-    most = codec.longest_text
-    longest = [most if tokens is None else int(min(most, tokens - codec.template_tokens)) for tokens in given]
-    described = [kind.config_class.from_dict(config) for kind, config in zip(codec.text_classes, configs, strict=True)]
-    widths = [config.get_text_config().hidden_size for config in described]
-    width = codec.joined_width(widths, lambda: read_json(folder / "transformer" / "config.json"))
+    config = codec.text_class.config_class.from_dict(read_json(folder / "text_encoder" / "config.json"))
+    file = folder / "tokenizer" / "tokenizer_config.json"
+    given = read_json(file).get("model_max_length") if file.is_file() else None
+    tokens = int(min(codec.longest_text, given or codec.longest_text))
 
     def encode_flops() -> float:
         """Count the products of linear layers, without attention scores."""
-        total = 0.0
-        for kind, config, tokens in zip(codec.text_classes, described, longest, strict=True):
-            with torch.device("meta"):
-                encoder = codec.text_layers(kind(config))
-            layers = (layer for layer in encoder.modules() if isinstance(layer, nn.Linear))
-            total += 2.0 * tokens * sum(layer.weight.numel() for layer in layers)
-        return total
+        with torch.device("meta"):
+            encoder = codec.text_layers(codec.text_class(config))
+        layers = (layer for layer in encoder.modules() if isinstance(layer, nn.Linear))
+        return 2.0 * tokens * sum(layer.weight.numel() for layer in layers)
 
-    return Blueprint(model, codec, {"text": (codec.text_rows(longest), width)}, encode_flops, flow_map)
+    channels = codec.channels_of(folder, config.get_text_config().hidden_size)
+    return Blueprint(model, codec, {"text": (tokens, channels)}, encode_flops, flow_map)
 
 
 def frozen_config(config: Mapping[str, Any]) -> Config:

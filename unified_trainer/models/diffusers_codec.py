@@ -1,6 +1,6 @@
-"""Text encoders of transformers and a VAE of diffusers as a codec: caches, padding, offload and normalisation."""
+"""A text encoder of transformers and a VAE of diffusers as a codec: caches, padding, offload and normalisation."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ import transformers
 from diffusers import ModelMixin
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel
 
 from unified_trainer.basics.input_files import Schema, read_as, read_json
 from unified_trainer.basics.types import DTYPES, Condition, Latents, Video
@@ -29,43 +29,35 @@ DecodeNext = Callable[[Any, Latents], Video]  # (VAE, latents of the next chunk 
 
 
 class DiffusersCodec:
-    """Base of the codecs of a family: text encoders, usually one, and one VAE, all frozen.
+    """Base of the codecs of a family: one text encoder and one VAE, both frozen.
 
-    A family sets `name`, the classes, `text_schema` and `masked`, and defines `embed` and `latent_shape`;
-    the other functions below are Wan's and Qwen-Image's form of them. Latents, videos and conditions are float32 on the
-    device. A condition is `text` [b, n, d], zero behind the last token of each prompt; with `masked` it has `text_mask`
-    [b, n] too, True at tokens. Several encoders lie in text_encoder, text_encoder_2, ..., their tokenizers in
-    tokenizer, tokenizer_2, ...; `joined` makes one matrix of what they give for a prompt, and `named` its tensors.
+    A family sets `name`, the classes and `text_schema`, and defines `embed` and `latent_shape`; the other functions
+    below are Wan's form of them. Latents, videos and conditions are float32 on the device. A condition is `text`
+    [b, n, d], zero behind the last token of each prompt; `named` may make several tensors of it.
     """
 
     name: ClassVar[str]  # of the family, in fingerprints
-    text_classes: ClassVar[tuple[type[PreTrainedModel], ...]]  # in the order of the folders
-    text_schema: ClassVar[type[Schema] | None] = None  # the fields of their configs that count; None: all
+    text_class: ClassVar[type[PreTrainedModel]]
+    text_schema: ClassVar[type[Schema] | None] = None  # the fields of its config that count; None: all
     vae_class: ClassVar[type[ModelMixin]]
     vae_schema: ClassVar[type[Schema] | None] = None  # what its config must be, beside what the class takes
     longest_text: ClassVar[int] = 512  # tokens that conditions are padded to; a tokenizer may say less
-    template_tokens: ClassVar[int] = 0  # tokens of each prompt that are no part of its embedding
-    masked: ClassVar[bool] = False
     causal = True
 
     def __init__(self, folder: Path, device: torch.device, config: EncoderConfig) -> None:
         """Open a pipeline folder, of which no weight is read yet; UserError for a folder that is not whole."""
         config = config.on(device.type)
         described: dict[str, Any] = {"weights": "model", "schema": self.text_schema, "inside": self.text_weight}
-        encoders = list(zip(self.text_classes, self.parts(folder, "text_encoder"), strict=True))
-        sizes = [self.text_sizes(kind, part / "config.json") for kind, part in encoders]
-        self.text_widths = [width for _, width in sizes]
-        for kind, part in encoders:
-            check_described(kind, part, **described)
+        encoder = folder / "text_encoder"
+        vocabulary, self.text_width = self.text_sizes(encoder / "config.json")
+        check_described(self.text_class, encoder, **described)
         self.folder, self._device = folder, device
-        tokenizers = zip(self.parts(folder, "tokenizer"), sizes, strict=True)
-        self._tokenizers = [read_tokenizer(AutoTokenizer, part, vocabulary) for part, (vocabulary, _) in tokenizers]
+        self._tokenizer = read_tokenizer(AutoTokenizer, folder / "tokenizer", vocabulary)
         if self.vae_schema is not None:
             read_as(self.vae_schema, folder / "vae" / "config.json")
         self._outline = outline(self.vae_class, folder / "vae")
-        self.text_tokens = self.text_rows([self.tokens_of(tokenizer) for tokenizer in self._tokenizers])
-        width = self.joined_width(self.text_widths, lambda: read_json(folder / "transformer" / "config.json"))
-        self.text_shapes: Shapes = {"text": (self.text_tokens, width)}
+        self.text_tokens = int(min(self.longest_text, self._tokenizer.model_max_length))
+        self.text_shapes: Shapes = {"text": (self.text_tokens, self.channels_of(folder, self.text_width))}
         self._text_precision = config.text_precision
         self._vae_settings = config.vae_precision + (f" tiles {config.vae_tile}" if config.vae_tile else "")
         settings: tuple[str | int, ...] = (config.text_precision, device.type, self.text_tokens)
@@ -74,9 +66,8 @@ class DiffusersCodec:
         mean, std = self.statistics(self._outline.config)
         self._mean, self._std = torch.tensor([mean, std]).view(2, 1, -1, 1, 1, 1).to(device)
 
-        def text_encoder() -> nn.ModuleList:
-            dtype = DTYPES[config.text_precision]
-            return nn.ModuleList(load_strictly(kind, part, dtype=dtype, **described) for kind, part in encoders)
+        def text_encoder() -> nn.Module:
+            return load_strictly(self.text_class, encoder, dtype=DTYPES[config.text_precision], **described)
 
         def vae() -> ModelMixin:
             network = load_strictly(self.vae_class, folder / "vae", dtype=DTYPES[config.vae_precision])
@@ -86,7 +77,7 @@ class DiffusersCodec:
                 self.tile(network, config.vae_tile)
             return channels_last(network) if config.vae_channels_last else network
 
-        self._text_encoders = FrozenNetwork(text_encoder, device, offload=config.offload, pinned=False)
+        self._text_encoder = FrozenNetwork(text_encoder, device, offload=config.offload, pinned=False)
         self._vae = FrozenNetwork(vae, device, offload=config.offload)
 
     @classmethod
@@ -101,10 +92,10 @@ class DiffusersCodec:
 
     # What a family defines.
 
-    def text_sizes(self, kind: type[PreTrainedModel], file: Path) -> tuple[int, int]:
+    def text_sizes(self, file: Path) -> tuple[int, int]:
         """Return the vocabulary and the channels of a text encoder, from its config file."""
         with reading_config(file, "text encoder"):
-            config = kind.config_class.from_dict(read_json(file)).get_text_config()
+            config = self.text_class.config_class.from_dict(read_json(file)).get_text_config()
             return config.vocab_size, config.hidden_size
 
     def text_weight(self, key: str) -> str:
@@ -115,30 +106,18 @@ class DiffusersCodec:
         """Return a prompt as it is encoded; prompts that are equal here have one embedding."""
         return prompt
 
-    def embed(self, encoder: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) -> Float[Tensor, "n d"]:
-        """Return the embedding of a cleaned prompt by one encoder, without padding; `tokens_of` bounds it."""
+    def embed(self, encoder: Any, prompt: str) -> Float[Tensor, "n d"]:
+        """Return the embedding of a cleaned prompt, without padding: at most `text_tokens` rows."""
         raise NotImplementedError
 
-    def joined(self, embeddings: Sequence[Float[Tensor, "n d"]]) -> Float[Tensor, "n d"]:
-        """Return the embedding of a prompt, from those of all encoders in their order."""
-        return embeddings[0]
-
     @classmethod
-    def joined_width(cls, widths: Sequence[int], network: Callable[[], Mapping[str, Any]]) -> int:
-        """Return the channels of the embedding of a prompt, from those of all encoders or the config of the network."""
-        return max(widths)
-
-    @classmethod
-    def text_rows(cls, tokens: Sequence[int]) -> int:
-        """Return the rows that embeddings are padded to, from the most tokens of each encoder."""
-        return tokens[0]
+    def channels_of(cls, folder: Path, width: int) -> int:
+        """Return the channels of the embedding of a prompt; `width` are those of the text encoder."""
+        return width
 
     def named(self, text: Float[Tensor, "b n d"]) -> dict[str, Tensor]:
         """Return the tensors of a condition, from padded embeddings."""
-        if not self.masked:
-            return {"text": text}
-        # stored embeddings are padded: the last token is the last row that is not zero
-        return {"text": text, "text_mask": text.any(2).flip(1).cummax(1).values.flip(1)}
+        return {"text": text}
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         raise NotImplementedError
@@ -152,11 +131,6 @@ class DiffusersCodec:
     def statistics(cls, config: Any) -> tuple[Sequence[float], Sequence[float]]:
         """Return mean and standard deviation of each channel of the latents, from the VAE's config."""
         return config.latents_mean, config.latents_std
-
-    @classmethod
-    def scales(cls, vae: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the frames and the pixels a side of a latent, from the VAE's config."""
-        return vae.get("scale_factor_temporal", 4), vae.get("scale_factor_spatial", 8)
 
     @classmethod
     def vae_channels(cls, vae: Any) -> int:
@@ -197,10 +171,6 @@ class DiffusersCodec:
     def video_fingerprint(self) -> str:
         return f"{self.name} {self._vae_settings} {fingerprint(self.folder / 'vae')}"
 
-    def tokens_of(self, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Return the most tokens that a prompt has with this tokenizer."""
-        return int(min(self.longest_text, tokenizer.model_max_length - self.template_tokens))
-
     def prompts(self, prompts: Sequence[str]) -> list[Prompt]:
         return self._embeddings.rows([self.cleaned(prompt) for prompt in prompts])
 
@@ -220,7 +190,7 @@ class DiffusersCodec:
     def encode_ahead(self, prompts: Sequence[str], mesh: Mesh) -> str:
         distinct = list(dict.fromkeys(self.cleaned(prompt) for prompt in prompts))
         counts = self._embeddings.encode_ahead(distinct, mesh)
-        self._text_encoders.free()
+        self._text_encoder.free()
         said = f"text encoder: {len(distinct)} distinct prompts, {counts.found} encoded before, {counts.encoded} now"
         rest = f"{counts.left} when they are drawn" if counts.left else "not in memory"
         return f"{said}, {rest}; embeddings in {self._embeddings.place}"
@@ -228,11 +198,9 @@ class DiffusersCodec:
     @torch.no_grad()
     def _embed(self, prompts: Sequence[str]) -> Generator[Prompt, None, None]:
         """Encode prompts one by one, because the rounding of a row can depend on the other rows of a batch."""
-        with self._text_encoders.in_use() as encoders:
+        with self._text_encoder.in_use() as encoder:
             for prompt in prompts:
-                parts = zip(encoders, self._tokenizers, strict=True)
-                text = self.joined([self.embed(encoder, tokenizer, prompt) for encoder, tokenizer in parts])
-                yield {"text": text.cpu()}
+                yield {"text": self.embed(encoder, prompt).cpu()}
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -268,13 +236,8 @@ class DiffusersCodec:
     def raw(self, latents: Latents) -> Latents:
         return latents.to(self._mean) * self._std + self._mean
 
-    @classmethod
-    def parts(cls, folder: Path, name: str) -> list[Path]:
-        """Return the folders of this name, one for each text encoder."""
-        return [folder / (f"{name}_{number}" if number > 1 else name) for number in range(1, len(cls.text_classes) + 1)]
-
     def _text_parts(self) -> list[Path]:
-        return [part for name in ("text_encoder", "tokenizer") for part in self.parts(self.folder, name)]
+        return [self.folder / name for name in ("text_encoder", "tokenizer")]
 
     def _identity(self) -> str:
         """Return what the embeddings of a prompt depend on: names, sizes and times of files, and library versions."""

@@ -1,7 +1,7 @@
 """The text encoder (Gemma 3 and its connectors), the VAEs and the vocoder of LTX-2 as a codec."""
 
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from diffusers import AutoencoderKLLTX2Audio, AutoencoderKLLTX2Video
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder, LTX2VocoderWithBWE
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import Gemma3ForConditionalGeneration, PreTrainedTokenizerBase
+from transformers import Gemma3ForConditionalGeneration
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_as
@@ -23,7 +23,6 @@ from unified_trainer.models.frozen_network import FrozenNetwork
 from unified_trainer.models.ltx2.configs import (
     AudioVAEConfig,
     ConnectorsConfig,
-    Ltx2TransformerConfig,
     Ltx2VAEConfig,
     VocoderConfig,
     latent_shape,
@@ -44,7 +43,7 @@ class Ltx2Codec(DiffusersCodec):
     """
 
     name = "ltx2"
-    text_classes = (Gemma3ForConditionalGeneration,)
+    text_class = Gemma3ForConditionalGeneration
     vae_class = AutoencoderKLLTX2Video
     vae_schema = Ltx2VAEConfig
     longest_text = 1024  # what LTX2Pipeline takes
@@ -81,7 +80,7 @@ class Ltx2Codec(DiffusersCodec):
         """Raise UserError unless the connectors fit the text encoder, the network and the length of a text."""
         file = self.folder / "connectors" / "config.json"
         config, takes = read_as(ConnectorsConfig, file), transformer_config(self.folder).text_widths
-        if config.caption_channels != (width := self.text_widths[0]):
+        if config.caption_channels != (width := self.text_width):
             raise UserError(
                 f"{file}: caption_channels is {config.caption_channels}, but the text encoder gives {width}"
             )
@@ -100,8 +99,8 @@ class Ltx2Codec(DiffusersCodec):
         )
 
     @classmethod
-    def joined_width(cls, widths: Sequence[int], network: Callable[[], Mapping[str, Any]]) -> int:
-        return sum(Ltx2TransformerConfig.model_validate(network()).text_widths)
+    def channels_of(cls, folder: Path, width: int) -> int:
+        return sum(transformer_config(folder).text_widths)
 
     def text_weight(self, key: str) -> str:
         """Published files have the names of earlier versions of transformers, which reads both."""
@@ -116,8 +115,8 @@ class Ltx2Codec(DiffusersCodec):
     def cleaned(self, prompt: str) -> str:
         return prompt.strip()  # as LTX2Pipeline reads it
 
-    def embed(self, encoder: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) -> Tensor:
-        tokens = tokenizer(
+    def embed(self, encoder: Any, prompt: str) -> Tensor:
+        tokens = self._tokenizer(
             [prompt],
             padding="max_length",
             padding_side="left",

@@ -43,7 +43,7 @@ class PipelineModel(DiffusersModel):
         self._here: Facts | None = None  # of the pass that runs
         self._known, self._moved = facts, dict[tuple[Shape, torch.device], "_Moved"]()
         self._blocks = blocks_of(network)
-        self.adapter_layers = _attention_layers(self._blocks)
+        self.adapter_layers = _attention_layers(network, self._blocks)
         self._takes = inspect.signature(network.forward).parameters
         improve(network)
 
@@ -194,12 +194,18 @@ def _repeated(value: Any, count: int, replicated: bool) -> Any:
     return value.expand(count, *value.shape[1:]) if isinstance(value, Tensor) else value * count
 
 
-def _attention_layers(blocks: Sequence[nn.Module]) -> tuple[str, ...]:
-    """Return the linear layers of the blocks' attention, by the ends of their names."""
-    ends: dict[str, None] = {}
+def _attention_layers(network: nn.Module, blocks: Sequence[nn.Module]) -> tuple[str, ...]:
+    """Return the linear layers of the blocks' attention, by the ends of their names, or whole where others have these.
+
+    FLUX.2's `attn.to_out` is a layer in some blocks, and a list of layers in others.
+    """
+    names = {layer: name for name, layer in network.named_modules()}
+    others = {f".{name}" for layer, name in names.items() if not isinstance(layer, nn.Linear)}
+    found: dict[str, None] = {}
     for block in blocks:
         for name, layer in block.named_modules():
             place = max(name.rfind(f"{part}.") for part in ("attn", "attn1", "attn2", "attention", "self_attention"))
             if isinstance(layer, nn.Linear) and place >= 0:
-                ends[name[place:].partition(".")[2]] = None
-    return tuple(ends)
+                end = name[place:].partition(".")[2]
+                found[names[layer] if any(other.endswith(f".{end}") for other in others) else end] = None
+    return tuple(found)

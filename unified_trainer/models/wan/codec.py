@@ -8,7 +8,7 @@ from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, UMT5EncoderModel
+from transformers import UMT5EncoderModel
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_as
@@ -22,20 +22,20 @@ class WanCodec(DiffusersCodec):
     """UMT5, whose padding is zero and is attended to as it was in Wan's training, and AutoencoderKLWan."""
 
     name = "wan"
-    text_classes = (UMT5EncoderModel,)
+    text_class = UMT5EncoderModel
     text_schema = TextEncoderConfig
     vae_class = AutoencoderKLWan
     vae_schema = VAEConfig
 
-    def text_sizes(self, kind: type[PreTrainedModel], file: Path) -> tuple[int, int]:
+    def text_sizes(self, file: Path) -> tuple[int, int]:
         config = read_as(TextEncoderConfig, file)
         return config.vocab_size, config.d_model
 
     def cleaned(self, prompt: str) -> str:
         return prompt_clean(prompt)
 
-    def embed(self, encoder: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) -> Tensor:
-        tokens = tokenizer(
+    def embed(self, encoder: Any, prompt: str) -> Tensor:
+        tokens = self._tokenizer(
             [prompt], padding="max_length", max_length=self.text_tokens, truncation=True, return_tensors="pt"
         ).to(self._device)
         text = encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
