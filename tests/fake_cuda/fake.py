@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import unified_trainer
-from unified_trainer.models import joint_model, masked_attention
+from unified_trainer.models import masked_attention
 from unified_trainer.roles import blocks
 
 with warnings.catch_warnings():  # of torch about itself
@@ -55,8 +55,7 @@ def fake_cuda() -> Iterator[None]:
         patches.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
         patches.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
         patches.setattr(masked_attention, "scaled_dot_product_attention", _attention)
-        for module in (joint_model, torch.nn.functional):
-            patches.setattr(module, "scaled_dot_product_attention", _autocast)
+        patches.setattr(torch.nn.functional, "scaled_dot_product_attention", _autocast)
         patches.setattr(torch.cuda, "Event", Moment)
         for name in ("tensor", "as_tensor"):
             patches.setattr(torch, name, _from_cpu(getattr(torch, name)))

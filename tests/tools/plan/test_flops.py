@@ -9,18 +9,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from unified_trainer.models.blueprint import frozen_config
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.meter import Meter
-from unified_trainer.tools.plan.architecture import PUBLISHED, WAN
+from unified_trainer.tools.plan.architecture import published
 from unified_trainer.tools.plan.flops import BACKWARD, decode_flops
 from unified_trainer.tools.plan.flops import pass_flops as flops_of
-from unified_trainer.tools.plan.network_size import frozen_config, measured, plain_pass, size_of, with_layers
+from unified_trainer.tools.plan.network_size import measured, plain_pass, size_of, with_layers
 from unified_trainer.tools.plan.passes import Network, role_of
 from unified_trainer.tools.plan.tracing import quiet_norms
 
-OF_1_3B = frozen_config(PUBLISHED["Wan-AI/Wan2.1-T2V-1.3B-Diffusers"].transformer)
-OF_14B = frozen_config(PUBLISHED["Wan-AI/Wan2.1-T2V-14B-Diffusers"].transformer)
+OF_1_3B, OF_14B = (
+    frozen_config(published()[f"Wan-AI/Wan2.1-T2V-{size}-Diffusers"]["transformer"]) for size in ("1.3B", "14B")
+)
 WAN_1_3B, WAN_14B = (size_of(WanModel, config) for config in (OF_1_3B, OF_14B))
 SHAPES = {5460: (16, 14, 30, 52), 32760: (16, 21, 60, 104)}  # by tokens
 
@@ -97,8 +99,7 @@ class Traffic(TorchDispatchMode):
 
 def counted(layers: int) -> tuple[int, int]:
     """Bytes of the forward and of the backward pass of Wan2.1-1.3B with this many blocks over 5460 tokens."""
-    config = {**WAN, "num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960}
-    network = Network(WanModel, frozen_config(config), "bf16", False, trained=True)
+    network = Network(WanModel, OF_1_3B, "bf16", False, trained=True)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     role = role_of(network, range(layers), fake)
     with fake, quiet_norms():
@@ -131,10 +132,10 @@ def test_traffic_of_a_pass_at_both_sizes():
 @pytest.mark.parametrize("name", ["Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Wan-AI/Wan2.2-TI2V-5B-Diffusers"])
 def test_decoding_takes_what_torch_counts(name):
     """From the third latent frame on, each takes as many FLOPs: only four are counted."""
-    config = PUBLISHED[name].vae
+    config = published()[name]["vae"]
     with torch.device("meta"):
         vae = AutoencoderKLWan.from_config(config)
         latents = torch.zeros(1, config.get("z_dim", 16), 6, 8, 8)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         vae.decode(latents)
-    assert counter.get_total_flops() == decode_flops(WanCodec, config, 6, 8, 8)
+    assert counter.get_total_flops() == decode_flops(WanCodec, frozen_config(config), 6, 8, 8)
