@@ -169,7 +169,7 @@ def test_a_side_that_the_decoder_cannot_pad_is_refused(folder, tmp_path, capsys)
             tiled.decode(latents)
     given = ["plan", "--recipe", "ltx-2", "--method", "dance_grpo", "--hardware", "8xH200"]
     for word, value, said in (
-        ("--video.width", "32", "the last of 32: a side has 64 or more"),
+        ("--video.width", "32", "video.width must be at least 64, not 32"),
         ("--encoders.vae-tile", "256", "the last of 416: set another encoders.vae_tile than 256, or 0"),
     ):
         assert main([*given, word, value]) == 2

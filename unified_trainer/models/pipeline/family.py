@@ -72,7 +72,8 @@ def pipeline_family(name: str) -> Family:
     return Family(
         pipelines=(name,),
         model=PipelineModel.open,
-        codec=PipelineCodec.load,
+        # a codec of each class: roles of two classes read no conditions of each other
+        codec=lambda folder, device, config: PipelineCodec.load(folder, device, config),
         latent_channels=lambda folder: known(folder).any().latents.shape[0],
         latent_shape=latent_shape,
         tokens=lambda folder, shape: known(folder).of_shape(shape).tokens.count,

@@ -11,11 +11,17 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Latents
 
 
 def with_masks(network: HunyuanVideo15Transformer3DModel) -> None:
-    """Let a network run by `forward`."""
+    """Let a network run by `forward`; UserError for one that reads where each step ends, which no pipeline says."""
+    if network.config.use_meanflow:
+        raise UserError(
+            "transformer/config.json: use_meanflow is true: this network was distilled to few steps and reads where "
+            "each step ends, which the methods do not tell it; take one that was not"
+        )
     network.forward = partial(forward, network)
 
 
@@ -28,6 +34,8 @@ def forward(
     encoder_hidden_states_2: Float[Tensor, "b m e"],
     encoder_attention_mask_2: Tensor,
     image_embeds: Float[Tensor, "b s f"],
+    timestep_r: None = None,
+    attention_kwargs: None = None,
     return_dict: bool = False,
 ) -> tuple[Latents]:
     """Return the velocities, for the arguments that the pipelines give; an image of zeros is none, and is masked."""

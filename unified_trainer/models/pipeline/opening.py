@@ -89,8 +89,10 @@ def outline(kind: Any, folder: Path, *, buffers: bool = False) -> nn.Module:
         with safe_open(file, "pt") as held:
             names = set(held.keys())
             for name, table in network.named_buffers():
+                if name in names and (given := held.get_tensor(name)).shape != table.shape:
+                    raise UserError(f"{file}: {name} is {[*given.shape]}, but by config.json {[*table.shape]}")
                 if name in names:
-                    table.copy_(held.get_tensor(name))
+                    table.copy_(given)
     return network
 
 

@@ -11,7 +11,7 @@ from PIL import Image as Picture
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from unified_trainer.models.pipeline.calls import SHORT, Pipeline
+from unified_trainer.models.pipeline.calls import SHORT, Pipeline, ProbeError
 from unified_trainer.models.pipeline.latents import FoundLatents
 from unified_trainer.models.pipeline.values import Size
 
@@ -72,19 +72,30 @@ def noted_block(pipeline: Pipeline) -> Iterator[BlockRecord]:
 def tokens_of(
     pipeline: Pipeline, size: Size, image: Picture.Image, latents: FoundLatents, one: BlockRecord
 ) -> FoundTokens:
-    """Compare the record of one call with that of a sample twice as high: as many rows as are new are the sample's."""
-    with noted_block(pipeline) as two:
-        pipeline.call([SHORT], (size[0], 2 * size[1], size[2]), image.resize((size[2], 2 * size[1])))
+    """Compare the record of one call with that of a sample twice as high: as many rows as are new are the sample's.
+
+    Half as high, where the pipeline makes no higher ones.
+    """
+    try:
+        two, times = _record_of_height(pipeline, size, image, 2 * size[1]), 1
+    except ProbeError:
+        two, times = _record_of_height(pipeline, size, image, size[1] // 2), -2
     found = list[FoundTokens]()
     for (place, x), (_, higher) in zip(*(_parts(record.outputs[0]) for record in (one, two)), strict=True):
         turned = len(x) != len(higher)
         all_rows, more = (len(one) if turned else math.prod(one.shape[1:-1]) for one in (x, higher))
-        rows = more - all_rows
+        rows = times * (more - all_rows)
         parts = [rows] if rows == all_rows else next((p for p in reversed(one.joined) if sum(p) == all_rows), [0])
         first = None if rows <= 0 else True if parts[0] == rows else False if parts[-1] == rows else None
         beside = latents.channels and latents.channels[0] == 1 and len(latents.native) == 2
         found.append(FoundTokens(place, first, rows, latents.native[0] if beside else rows, x.shape[-1], turned))
     return max(found, key=lambda one: one.count)
+
+
+def _record_of_height(pipeline: Pipeline, size: Size, image: Picture.Image, height: int) -> BlockRecord:
+    with noted_block(pipeline) as record:
+        pipeline.call([SHORT], (size[0], height, size[2]), image.resize((size[2], height)))
+    return record
 
 
 def _parts(output: Any) -> list[tuple[int | None, Tensor]]:
