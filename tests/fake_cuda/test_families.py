@@ -77,18 +77,22 @@ def wan(name: str, model: type[WanModel], latents: tuple[int, ...], **held: tupl
 def learned(
     name: str, size: tuple[int, int, int], attentions: int, kind: str = "", **changes: object
 ) -> Callable[[Path], Case]:
-    """The case of a pipeline, of another class than the published one with `kind`, and with changes of the network."""
+    """The case of a pipeline, of another class than the published one with `kind`, and with changes of the network.
+
+    It is learned with fewer blocks too, which takes seconds in place of minutes.
+    """
 
     def case(folder: Path) -> Case:
         shutil.copytree(published_folder(name), folder, dirs_exist_ok=True)
-        index = json.loads((folder / "model_index.json").read_text())
-        (folder / "model_index.json").write_text(json.dumps(index | ({"_class_name": kind} if kind else {})))
+        config, index = folder / "transformer" / "config.json", folder / "model_index.json"
+        sizes = json.loads(config.read_text()) | {"num_layers": LAYERS} | changes
+        config.write_text(json.dumps(sizes))
+        index.write_text(json.dumps(json.loads(index.read_text()) | ({"_class_name": kind} if kind else {})))
         family, _ = family_of("student", str(folder))
         facts, model = known(folder).of_size(size), family.blueprint(folder).model
         arguments = {**facts.arguments.text, **facts.arguments.images}
         condition = {key: (argument.shape, argument.dtype) for key, argument in arguments.items()}
-        config = published()[name]["transformer"] | changes
-        return Case(model.network_class, model, config, facts.latents.shape, condition, attentions)
+        return Case(model.network_class, model, sizes, facts.latents.shape, condition, attentions)
 
     return case
 
@@ -161,7 +165,6 @@ def test_an_update_of_all_weights_stays_on_the_device(case):
         with Kernels() as seen:
             Learner("student", weights, role.config).step(1.0)
     assert {(one.device, one.dtype) for one in gradients.values()} == {(CUDA, torch.float32)}
-    # In the last block of joint attention nothing reads the text that it returns; a text comes without an image.
-    unread = (f"transformer_blocks.{LAYERS - 1}.", "image_embedder.")
-    assert all(key.startswith(unread) for key in weights.keys() - gradients.keys())
+    # In the last block of joint attention nothing reads the text that it returns.
+    assert all(key.startswith(f"transformer_blocks.{LAYERS - 1}.") for key in weights.keys() - gradients.keys())
     assert seen.updates == 1
