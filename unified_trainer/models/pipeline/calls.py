@@ -55,8 +55,8 @@ class CallRecord:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
-    """Let no library warn about prompts that are longer than it takes: a probe's are, on purpose."""
+def silent() -> Iterator[None]:
+    """Let no library warn: of prompts that are longer than it takes, as a probe's are on purpose, or of new classes."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -136,7 +136,7 @@ class Pipeline:
         try:
             with (
                 torch.no_grad(),
-                _silent(),
+                silent(),
                 most_likely() as seen.encoded,
                 self._watched(seen, len(prompts), latents, stop=stop),
             ):

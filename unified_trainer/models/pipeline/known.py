@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from unified_trainer.models.base import Shape
-from unified_trainer.models.pipeline.calls import Pipeline, ProbeError
+from unified_trainer.models.pipeline.calls import Pipeline, ProbeError, silent
 from unified_trainer.models.pipeline.facts import Facts
 from unified_trainer.models.pipeline.opening import open_pipeline
 from unified_trainer.models.pipeline.probe import learn
@@ -26,7 +26,8 @@ class Known:
     @functools.cached_property
     def pipeline(self) -> Pipeline:
         """The pipeline, whose networks have no memory."""
-        return open_pipeline(self._folder)
+        with silent():
+            return open_pipeline(self._folder)
 
     def of_size(self, size: Size) -> Facts:
         """Return the facts at a size in pixels; UserError for a size that the pipeline does not make."""
@@ -37,7 +38,7 @@ class Known:
         return self._facts[size]
 
     def _learned(self, size: Size) -> Facts:
-        with torch.device("cpu"), _disable_current_modes():  # a caller may compute without memory
+        with silent(), torch.device("cpu"), _disable_current_modes():  # a caller may compute without memory
             return self._learned_now(size)
 
     def _learned_now(self, size: Size) -> Facts:

@@ -18,6 +18,7 @@ from unified_trainer.basics.input_files import read_json
 from unified_trainer.models.chat_template import check_bounds
 from unified_trainer.models.folder import read_pretrained
 from unified_trainer.models.pipeline.calls import Pipeline
+from unified_trainer.models.pipeline.vae import fix
 from unified_trainer.models.pipeline.without_memory import WithoutMemory
 
 NETWORKS = ("transformer", "transformer_2")
@@ -40,6 +41,8 @@ def open_pipeline(folder: Path) -> Pipeline:
         else:
             parts[name] = read_part(part, folder / name)
     networks = [name for name in NETWORKS if isinstance(parts.get(name), nn.Module)]
+    if isinstance(parts.get("vae"), nn.Module):
+        fix(parts["vae"])
     if not networks or not isinstance(parts.get("vae"), nn.Module):
         held = ", ".join(parts) or "no component"
         raise UserError(f"{file}: a pipeline needs a transformer and a vae, and this one has {held}")
