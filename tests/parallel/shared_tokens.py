@@ -93,13 +93,13 @@ def four_heads() -> diffusers.DiffusionPipeline:
 def condition_of(kind: Kind, facts: Facts, cond: Condition) -> Condition:
     """Return a condition of texts of several lengths; their masks are of zeros and ones."""
     held = dict(cond.tensors)
-    for name, argument in facts.text.items():
+    for name, argument in facts.arguments.text.items():
         if "mask" in name:
             held[name] = torch.ones_like(held[name])
             held[name][-1, 3:5] = 0
         if kind.cut and held[name].ndim > 1 and len(argument.shape) + ("mask" in name) == 2:
             held[name] = held[name][:, :SHORT]
-        if argument.listed and facts.counted is None:
+        if argument.listed and facts.arguments.counted is None:
             held[name + ROWS] = torch.tensor([SHORT, 40])
     return Condition(held)
 
@@ -108,21 +108,24 @@ def found(folder: Path, kind: Kind, mesh: Mesh, **how: Any) -> dict[str, torch.T
     """The velocities of a student, its gradients, that of its input, and the features of passes that go on or end."""
     facts = known(folder).of_size(kind.size)
     backbone = Backbone(PipelineModel.open(folder, "transformer"), mesh, trained=True, **how)
-    role, tokens = Trainable("student", backbone, TrainableConfig()), facts.native[0]
+    role, tokens = Trainable("student", backbone, TrainableConfig()), facts.latents.native[0]
     if kind.times:
-        times = torch.linspace(0, 1, tokens)
+        time, times = facts.time.name, torch.linspace(0, 1, tokens)
         backbone.model.network.register_forward_pre_hook(
-            lambda _network, inputs, named: (inputs, named | {facts.time: named[facts.time][:, None] * times}),
+            lambda _network, inputs, named: (
+                inputs,
+                named | {time: named[time][:, None] * times},
+            ),
             with_kwargs=True,
         )
-    x_t, _, cond = backbone.model.example(facts.shape, 2)
+    x_t, _, cond = backbone.model.example(facts.latents.shape, 2)
     sigma, cond = torch.tensor([0.3, 0.9]), condition_of(kind, facts, cond)
     velocity = role.velocity(x_t.requires_grad_(), sigma, cond)
     role.backward((velocity - 1).square().mean(), last=True)
     weights = {f"gradients/{key}": p for key, p in role.weights.items()}  # compiled blocks give zeros in place of none
     tensors = {key: full(p.detach() * 0 if p.grad is None else p.grad).clone() for key, p in weights.items()}
     tensors |= {"gradients/x_t": x_t.grad, "velocity": velocity.detach()}
-    for alone in (False, True) if facts.counted is None else ():
+    for alone in (False, True) if facts.arguments.counted is None and facts.tokens.first is not None else ():
         with torch.no_grad(), backbone.model.features(alone=alone) as seen:
             role.velocity(x_t, sigma, cond)
         tensors[f"features/{alone}"] = seen[0]

@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
+from diffusers import AutoencoderKLWan
 from pydantic import Field, model_validator
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import Schema, read_as
 from unified_trainer.models.base import EXPERTS
+from unified_trainer.models.folder import check_described
 
 INDEX = "model_index.json"
 CLIP = "image_encoder"  # component of a folder
@@ -153,8 +155,11 @@ def clip_shape(folder: Path) -> tuple[int, int]:
 
 
 def vae_config(folder: Path) -> VAEConfig:
-    """Read the config of the VAE; UserError names file and field."""
-    return read_as(VAEConfig, folder / "vae" / "config.json")
+    """Read the config of the VAE; UserError names file and field, and weights beside it that are of another VAE."""
+    config = read_as(VAEConfig, folder / "vae" / "config.json")
+    if any((folder / "vae").glob("*.safetensors")):
+        check_described(AutoencoderKLWan, folder / "vae")
+    return config
 
 
 def check_folder(folder: Path) -> None:
