@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers import ModelMixin
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -40,7 +39,7 @@ class PassCosts:
         tensors = (*model.network.parameters(), *model.network.buffers())
         self._model, self._depth = model, len(model.blocks)
         self._copy = copy.deepcopy(model, {id(x): _without_memory(x) for x in tensors})
-        described = isinstance(model.network, ModelMixin)  # by its config; other networks share nothing
+        described = type(model.network).__module__.startswith("diffusers.")  # by its config; others share nothing
         self._architecture = (type(model), model.network.to_json_string() if described else object())
         self._costs: dict[tuple[Any, ...], PassCost] = {}
 
