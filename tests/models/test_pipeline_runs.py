@@ -15,10 +15,13 @@ from pipelines.videos import VIDEOS
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.requests import Request
-from unified_trainer.models.pipeline.known import Known
+from unified_trainer.models.blueprint import frozen_config
+from unified_trainer.models.pipeline.blueprint import PipelineNetwork
+from unified_trainer.models.pipeline.known import Known, known
 from unified_trainer.models.pipeline.without_memory import WithoutMemory
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.tools.load_run import load_role
+from unified_trainer.tools.plan import passes as plan_passes
 from unified_trainer.tools.sample.sample import videos
 
 pytestmark = pytest.mark.slow  # whole runs
@@ -139,6 +142,21 @@ def test_what_is_learned_does_not_follow_from_the_precision_of_who_asks(folder):
     plain = Known(folder("FluxPipeline")).any()
     with torch.autocast("cpu", torch.bfloat16):
         assert str(Known(folder("FluxPipeline")).any()) == str(plain)
+
+
+def test_plan_traces_a_block_of_each_list(folder):
+    """FLUX has blocks of two kinds: a few of each give the memory of all, and of those up to the middle one."""
+    path = folder("FluxPipeline")
+    shape = known(path).of_size((1, 32, 32)).latents.shape
+    config = json.loads((path / "transformer" / "config.json").read_text()) | {"num_layers": 3, "num_single_layers": 4}
+    kind = PipelineNetwork(path)
+    for layers in (7, 4):
+        network = plan_passes.Network(kind, frozen_config(config), "fp32", False, layers, trained=True)
+        for gradient in (True, False):
+            how = {"text_tokens": 16, "samples": 2, "gradient": gradient, "fresh": False}
+            found = plan_passes.pass_bytes(network, shape, **how)
+            traced = plan_passes._trace(network, range(layers), latent=shape, **how)
+            assert [found.peak, found.kept, found.backward] == pytest.approx(traced[:3], rel=0.02)
 
 
 class Network(torch.nn.Module):

@@ -74,7 +74,7 @@ def test_kept_activations_take_the_memory_that_was_computed():
             held = live.now
         assert velocity.requires_grad
         config = frozen_config(dict(model.network.config))
-        network = Network(WanModel, config, "bf16", False, trained=True, recompute=recompute)
+        network = Network(WanModel, config, "bf16", False, len(model.blocks), trained=True, recompute=recompute)
         computed = pass_bytes(network, (16, 4, 12, 12), 16, 1, gradient=True, fresh=False).kept
         assert held == pytest.approx(computed, rel=0.1), recompute
         taken[recompute.others, recompute.full] = held

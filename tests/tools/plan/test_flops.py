@@ -50,6 +50,7 @@ def test_a_pass_of_wan_takes_what_torch_counted(tokens, forward, backward):
     assert found.backward + found.flash - inputs == pytest.approx(backward, rel=5e-5)
 
 
+@pytest.mark.slow
 def test_recomputing_all_blocks_takes_their_forward_pass():
     found = pass_flops(OF_1_3B, 32760, repeated=1)
     assert found.recompute / found.executed == pytest.approx(0.23, abs=0.01)
@@ -99,7 +100,7 @@ class Traffic(TorchDispatchMode):
 
 def counted(layers: int) -> tuple[int, int]:
     """Bytes of the forward and of the backward pass of Wan2.1-1.3B with this many blocks over 5460 tokens."""
-    network = Network(WanModel, OF_1_3B, "bf16", False, trained=True)
+    network = Network(WanModel, OF_1_3B, "bf16", False, layers, trained=True)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     role = role_of(network, range(layers), fake)
     with fake, quiet_norms():
@@ -121,6 +122,7 @@ def test_traffic_of_a_block_is_what_its_operations_read_and_write():
     assert backward / forward == pytest.approx(BACKWARD, rel=0.1)
 
 
+@pytest.mark.slow
 def test_traffic_of_a_pass_at_both_sizes():
     """353 x 1536 + 4 x 8960 bytes a token and block; fused blocks read and write a sixth of that."""
     for tokens, gigabytes in ((5460, 94.7), (32760, 568.1)):

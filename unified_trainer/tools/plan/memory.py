@@ -20,7 +20,6 @@ from unified_trainer.run.registry import method_named
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.validation.samples import samples_of_rank
 from unified_trainer.tools.plan.architecture import Architecture
-from unified_trainer.tools.plan.network_size import with_layers
 from unified_trainer.tools.plan.passes import (
     Network,
     PassBytes,
@@ -331,9 +330,10 @@ def _network(counts: Counts, sizes: Sizes, call: Pass) -> Network:
     layers = model.size.layers_to_features if call.to_features else model.size.layers
     return Network(
         model.kind,
-        with_layers(model.config, layers),
+        model.config,
         config.precision,
         backbone.half,
+        layers,
         rank=rank,
         trained=_trained(counts, name, expert) and not rank,
         recompute=replace(recompute, full=min(recompute.full, layers)),

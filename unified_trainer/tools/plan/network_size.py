@@ -68,9 +68,8 @@ class NetworkSize:
 
 
 def with_layers(config: Config, layers: int) -> Config:
-    """Return the config of a network with so many blocks, where it has a number of them."""
-    values = json.loads(config)
-    return frozen_config({**values, "num_layers": layers} if "num_layers" in values else values)
+    """Return the config of a network with so many blocks."""
+    return frozen_config(json.loads(config) | {"num_layers": layers})
 
 
 def laid_out(kind: Any, config: Config) -> Any:

@@ -39,13 +39,10 @@ class Network:
     config: Config  # of the transformer
     precision: Precision
     half: bool  # whether its frozen weights are held in bf16
+    layers: int  # the first blocks, which run
     rank: int = 0  # of the adapter that is trained
     trained: bool = False
     recompute: Recompute = NOTHING
-
-    @property
-    def layers(self) -> int:
-        return size_of(self.kind, self.config).layers
 
 
 @dataclass(frozen=True)
@@ -80,9 +77,8 @@ def pass_bytes(
     trace = functools.partial(
         _trace, network, latent=latent, text_tokens=text_tokens, samples=samples, gradient=gradient, fresh=fresh
     )
-    if "num_layers" not in json.loads(network.config):
-        return PassBytes(*trace(range(network.layers)))
-    kinds = size_of(network.kind, network.config).kinds
+    whole = size_of(network.kind, network.config)
+    kinds = [[number for number in kind if number < network.layers] for kind in whole.kinds]
     count = RECOMPUTED if gradient and network.recompute.full else FEW
     few = [number for kind in kinds for number in kind[:count]]
     traced = trace(few)
@@ -158,7 +154,8 @@ def _replace_tensors(network: nn.Module) -> None:
 
 
 def _with_blocks(network: Network, blocks: Collection[int]) -> Any:
-    if len(size_of(network.kind, network.config).kinds) == 1:
+    size = size_of(network.kind, network.config)
+    if len(size.kinds) == 1 and json.loads(network.config).get("num_layers") == size.layers:
         return laid_out(network.kind, with_layers(network.config, len(blocks)))
     transformer = laid_out(network.kind, network.config)
     dropped = {block for number, block in enumerate(network.kind(transformer).blocks) if number not in blocks}
