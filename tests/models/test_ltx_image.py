@@ -157,6 +157,26 @@ def test_methods_train_adapters_and_resume_bit_for_bit(folder, table, tmp_path, 
     assert_same(checkpoint_of(tmp_path / "half", 2), whole)
 
 
+def test_encoded_clips_hold_their_images(folder, table, tmp_path, capsys):
+    """A training on what `preprocess` wrote has the loss of one on the videos; validations need images of their own."""
+    size = {name: value for name, value in SIZE.items() if name.startswith("video") or name == "recipe"}
+    clips, encoded = tmp_path / "clips", tmp_path / "encoded"
+    clips.mkdir()
+    for name in ("0.mkv", "0.txt"):  # of several the order differs
+        (clips / name).symlink_to(table.parent / "clips" / name)
+    assert main(["preprocess", str(clips), str(encoded), *flags(size | {"student.path": folder})]) == 0
+    losses = []
+    for data in (clips, encoded):
+        run = tmp_path / f"run on {data.name}"
+        given = settings("finetune", folder, table, run) | {"data.path": data, "steps": 1, "algorithm.batch-size": 1}
+        assert main(flags(given)) == 0
+        losses.append(json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["train/loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    given = {key: value for key, value in given.items() if key != "validation.prompts"}
+    assert main(flags(given | {"output": tmp_path / "shown", "validate-every": 1})) == 2
+    assert "condition images, and the student takes 1" in capsys.readouterr().err
+
+
 def test_diffusers_samples_an_export_as_we_do(folder, batch, table, tmp_path):
     """Its scheduler and merged weights; the pipeline gets the noise with the image's latents in the first frame."""
     run, out = tmp_path / "run", tmp_path / "out"

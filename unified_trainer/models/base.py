@@ -275,6 +275,8 @@ class Family:
     # (folder, latent shape) -> shapes, by name, of what `encode_images` makes of a sample's image, if files of encoded
     # clips hold it; empty where a clip's latents hold its first frame, and where the family takes no image
     image_tensors: Callable[[Path, Shape], Mapping[str, tuple[int, ...]]] = lambda folder, latent_shape: {}
+    # folder -> whether the latents of a clip hold its condition image, as `first_frames` takes it
+    latents_hold_image: Callable[[Path], bool] = lambda folder: False
     # folder -> whether the pipeline gives its scheduler the levels 1, (n - 1) / n, ... 1 / n before the shift
     given_levels: Callable[[Path], bool] = lambda folder: False
     # (folder, scale w of uncond + w (cond - uncond), settings) -> the arguments of the pipeline's call that guide so

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from unified_trainer.models.pipeline.arguments import FoundArguments
 from unified_trainer.models.pipeline.guidance import Rule
-from unified_trainer.models.pipeline.latents import FoundLatents
+from unified_trainer.models.pipeline.latents import KNOWN, FoundLatents
 from unified_trainer.models.pipeline.tokens import FoundTokens
 from unified_trainer.models.pipeline.values import Place, Size
 
@@ -49,6 +49,11 @@ class Facts:
     more_guidance: float  # by how much our guidance scale is larger than the pipeline's
     tokens: FoundTokens  # of the middle block
     no_guidance: Mapping[str, float]  # arguments of the call that turn guidance off
+
+    @property
+    def latents_hold_image(self) -> bool:
+        """Whether the first latent frames of a clip are all that the network is given of a condition image."""
+        return self.arguments.images.keys() == {KNOWN} and self.latents.known_encoded
 
     def __str__(self) -> str:
         """Return the facts in words."""

@@ -80,6 +80,7 @@ def pipeline_family(name: str) -> Family:
         attention_heads=attention_heads,
         networks=networks,
         images=images,
+        latents_hold_image=lambda folder: known(folder).any().latents_hold_image,
         guider="guider/guider_config.json" if has_guider else "",
         fps=None if rate is None else float(rate.default),
         given_levels=lambda folder: known(folder).any().given_levels,

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unified_trainer.data.prompts import PromptFile
-from unified_trainer.data.row_kinds import RowKind
 from unified_trainer.models.base import Family
 from unified_trainer.run.plan.data import Clips, PromptFiles
 from unified_trainer.run.plan.roles import RolePlan
@@ -53,9 +52,10 @@ def check_images(
         raise ConfigError(
             f"--method {run.method} needs a student without condition images: the clips of a pair differ in theirs"
         )
-    needs_pixels = any(fewest for fewest, _ in takes.values())
-    if clips.stored is not None and needs_pixels:
-        _check_stored(run, clips.stored.kind, prompts)
+    in_need = [folders[name] for name, (fewest, _) in takes.items() if fewest]
+    if clips.stored is not None and in_need:
+        held = clips.stored.kind.images or all(family.latents_hold_image(folder) for family, folder in in_need)
+        _check_stored(run, prompts, held=bool(held))
     if len(set(takes.values())) > 1:
         numbers = ", ".join(f"{name} {fewest} to {most}" for name, (fewest, most) in takes.items())
         raise ConfigError(f"the roles take different numbers of condition images ({numbers}): set their paths")
@@ -74,9 +74,12 @@ def check_images(
                 )
 
 
-def _check_stored(run: RunConfig, kind: RowKind, prompts: PromptFiles) -> None:
-    """Raise ConfigError for encoded clips if samples of the run would lack the image that the student needs."""
-    if not kind.images:
+def _check_stored(run: RunConfig, prompts: PromptFiles, *, held: bool) -> None:
+    """Raise ConfigError for encoded clips if samples of the run would lack the image that the student needs.
+
+    `held` says whether the files hold that of each clip.
+    """
+    if not held:
         raise ConfigError("data.path: clips in parquet files hold no first frames: give the videos themselves")
     if run.validate_every and not prompts["--validation.prompts"].requests:
         raise ConfigError(
