@@ -99,7 +99,7 @@ def load_strictly(
     """
     fields = check_described(kind, folder, weights, spare, schema, inside)
     own = {"config": kind.config_class.from_dict(fields)} if schema else {}
-    with _no_progress_bar(), reading_config(folder / "config.json", kind.__name__):
+    with no_progress_bar(), reading_config(folder / "config.json", kind.__name__):
         model = read_pretrained(kind, folder, dtype=dtype, use_safetensors=True, **own, **options)
     for name, weight in model.state_dict().items():
         if not bool(weight.isfinite().all()):
@@ -147,7 +147,8 @@ def read_tokenizer(kind: type[M], folder: Path, embedded: int | None = None) -> 
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
+    """Show no bar while transformers reads weights."""
     shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:

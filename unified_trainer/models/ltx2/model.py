@@ -16,6 +16,7 @@ from unified_trainer.models.base import Shape
 from unified_trainer.models.diffusers_model import DiffusersModel
 from unified_trainer.models.ltx2.configs import Ltx2TransformerConfig
 from unified_trainer.models.ltx2.layout import FPS, Parts, joined, parts, with_sound
+from unified_trainer.models.pipeline.attention import widen
 
 SMALLEST = 1e-6  # noise level by which the rest is divided at least
 
@@ -76,8 +77,3 @@ class Ltx2Model(DiffusersModel):
         device = next(self.network.parameters()).device
         cond = {name: torch.randn(samples, text_tokens, n, generator=draw).to(device) for name, n in widths}
         return x_t.to(device), torch.full((samples,), 0.5, device=device), Condition(cond)
-
-
-def widen(_norm: nn.RMSNorm, inputs: tuple[Tensor]) -> tuple[Tensor]:
-    """Widen the input to float32, the dtype of the norm's weight: of a bf16 one torch would make several kernels."""
-    return (inputs[0].float(),)

@@ -1,6 +1,5 @@
 """The networks of a pipeline folder without weights, by which `plan` counts memory and FLOPs."""
 
-import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,4 +80,4 @@ def blueprint(folder: Path) -> Blueprint:
         return float(sum(seen))
 
     shapes = {name: argument.shape for name, argument in facts.arguments.text.items()}
-    return Blueprint(PipelineNetwork(folder), PipelineVAE(folder), shapes, functools.cache(encode_flops))
+    return Blueprint(PipelineNetwork(folder), PipelineVAE(folder), shapes, encode_flops)

@@ -18,7 +18,7 @@ from unified_trainer.basics.requests import Image
 from unified_trainer.basics.types import DTYPES, Condition, Latents, Video
 from unified_trainer.models.base import Prompt, Shape
 from unified_trainer.models.encoders import EncoderConfig
-from unified_trainer.models.folder import fingerprint, read_pretrained
+from unified_trainer.models.folder import fingerprint, no_progress_bar, read_pretrained
 from unified_trainer.models.frozen_network import FrozenNetwork, channels_last
 from unified_trainer.models.image_tensors import ImageTensors
 from unified_trainer.models.pipeline.arguments import LONG
@@ -180,7 +180,7 @@ class PipelineCodec:
 
     def first_frames(self, latents: Latents) -> Condition:
         facts = self._of(latents)
-        if facts.arguments.images.keys() != {KNOWN} or not facts.latents.known_encoded:
+        if not facts.latents_hold_image:
             raise UserError(f"{self.folder}: this network needs the first frames of clips, not their latents")
         return Condition({KNOWN: latents[:, :, : facts.latents.known]})
 
@@ -263,7 +263,8 @@ def read_whole(kind: Any, folder: Path, dtype: torch.dtype) -> nn.Module:
     diffused = issubclass(kind, diffusers.ModelMixin)
     options = {"torch_dtype": dtype, "low_cpu_mem_usage": False} if diffused else {"dtype": dtype}
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # they are refused below
-    network, info = read_pretrained(kind, folder, use_safetensors=True, **options)
+    with no_progress_bar():
+        network, info = read_pretrained(kind, folder, use_safetensors=True, **options)
     for said, key in (
         ("lacks", "missing_keys"),
         ("holds unknown", "unexpected_keys"),

@@ -34,14 +34,11 @@ class Known:
         if size[0] > 1 and not {"num_frames", "frames"} & self.pipeline.names.keys():
             raise self.pipeline.refuse(f"makes images: set --video.frames 1 instead of {size[0]}")
         if size not in self._facts:
-            self._facts[size] = self._learned(size)
+            with silent(), torch.device("cpu"), _disable_current_modes():  # a caller may compute without memory
+                self._facts[size] = self._learned(size)
         return self._facts[size]
 
     def _learned(self, size: Size) -> Facts:
-        with silent(), torch.device("cpu"), _disable_current_modes():  # a caller may compute without memory
-            return self._learned_now(size)
-
-    def _learned_now(self, size: Size) -> Facts:
         pipeline = self.pipeline
         try:
             facts = learn(pipeline, size)

@@ -41,11 +41,10 @@ def open_pipeline(folder: Path) -> Pipeline:
         else:
             parts[name] = read_part(part, folder / name)
     networks = [name for name in NETWORKS if isinstance(parts.get(name), nn.Module)]
-    if isinstance(parts.get("vae"), nn.Module):
-        fix(parts["vae"])
     if not networks or not isinstance(parts.get("vae"), nn.Module):
         held = ", ".join(parts) or "no component"
         raise UserError(f"{file}: a pipeline needs a transformer and a vae, and this one has {held}")
+    fix(parts["vae"])
     if unknown := parts.keys() - inspect.signature(kind.__init__).parameters.keys():
         raise UserError(f"{file}: {kind.__name__} has no {', '.join(sorted(unknown))}")
     # the device of a pipeline is that of its networks, and those without memory have none
@@ -92,10 +91,11 @@ def outline(kind: Any, folder: Path, *, buffers: bool = False) -> nn.Module:
         with safe_open(file, "pt") as held:
             names = set(held.keys())
             for name, table in network.named_buffers():
-                if name in names and (given := held.get_tensor(name)).shape != table.shape:
+                if name not in names:
+                    continue
+                if (given := held.get_tensor(name)).shape != table.shape:
                     raise UserError(f"{file}: {name} is {[*given.shape]}, but by config.json {[*table.shape]}")
-                if name in names:
-                    table.copy_(given)
+                table.copy_(given)
     return network
 
 
