@@ -121,6 +121,7 @@ def test_files_keep_all_tensors_and_their_types(tmp_path, monkeypatch):
         assert_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

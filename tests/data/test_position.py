@@ -50,6 +50,7 @@ def rows_of(one: Loader, step: int) -> list[int]:
 PARTS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3), st.integers(0, 6)), min_size=1, max_size=5)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(KINDS), PARTS, st.booleans())
 def test_any_batches_over_resumes_take_each_row_of_an_epoch_once(kind, parts, grows):

@@ -121,6 +121,7 @@ def test_kl_to_a_guided_reference():
     assert metrics["kl"] > 0
 
 
+@pytest.mark.slow
 def test_a_causal_student_attends_to_clean_chunks():
     """Two chunks; the old policy generates its samples chunk by chunk."""
     one = trainer(sampler=CAUSAL)

@@ -161,6 +161,7 @@ ALL = {"matching": {"weight": 0.5}, "surrogate": {"weight": 2.0}, "gradient": {"
 TILT = TiltConfig(beta=0.02)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_the_weighted_sum_of_the_terms():
     total = trainer(**ALL)
     losses(total, 0)
@@ -231,6 +232,7 @@ def test_the_share_of_cut_weights_is_a_metric():
     assert one.step(0)["tilt_capped"] == 0.25
 
 
+@pytest.mark.slow
 def test_the_hinge_ends_at_the_margin():
     """-mean R below the margin, and no gradient from samples above it."""
     plain = trainer(gradient=ONE)

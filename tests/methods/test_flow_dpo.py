@@ -221,6 +221,7 @@ def test_a_group_of_equal_rewards_has_no_pair():
     assert one.roles["student"].updates == 0 and metrics["skipped_updates"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [{"update_batch": 2}, {"update_batch": 1}, {"rollout_batch": 3}])
 def test_the_gradient_does_not_depend_on_batches(batches):
     assert_near(gradient(**batches), gradient(), 1e-4)

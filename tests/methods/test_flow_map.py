@@ -263,6 +263,7 @@ def test_an_adapter_trains_the_layer_beside_it():
     assert own == ["condition_embedder.span_proj.weight", "condition_embedder.span_proj.bias"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -207,6 +207,7 @@ def test_a_dense_folder_opens_with_gates_of_zero():
     assert all(p.eq(0).all() and p.grad.ne(0).any() for p in gates.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["selective", "full"])
 def test_recomputation_changes_nothing(memory):
     def gradients(recompute):

@@ -23,6 +23,7 @@ def pairs(count: int = 30, seed: int = 0, noise: float = 0.1) -> torch.Tensor:
     return torch.stack([one, one + 0.2 + noise * more], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [5, 10, 30])
 def test_the_interval_of_a_normal_mean_covers_it(count):
     """500 trials: +-0.03. Without Student's quantile it is 0.87 of 5 draws."""

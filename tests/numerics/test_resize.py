@@ -22,6 +22,7 @@ SHAPES = [  # height, width -> height, width: of videos that HPSv3 reads, and of
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["noise", "black and white", "smooth"])
 @pytest.mark.parametrize(("source", "target"), SHAPES)
 def test_every_value_is_pillows(source, target, kind):

@@ -36,6 +36,7 @@ def asked(role) -> torch.Tensor:
     return role.velocity(x_t, torch.tensor([0.3, 0.9]), tiny_codec().encode_text(CAPTIONS[:2]))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("model", [small_model, lambda: WanModel.open(WAN, "transformer")], ids=["there", "read"])
 def test_held_weights_give_the_bits_of_rounded_ones(model):

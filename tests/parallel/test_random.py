@@ -14,6 +14,7 @@ SHAPE = (16, 2, 4, 4)
 IDS = st.lists(st.integers(0, 1000), min_size=1, max_size=6, unique=True)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**31), step=st.integers(0, 10**6), ids=IDS, order=st.randoms(use_true_random=False))
 def test_a_sample_draws_the_same_in_any_company(seed, step, ids, order):
     """Micro-batches, ranks and order cannot matter: each row depends on its own key."""

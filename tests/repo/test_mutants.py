@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterator
 
+import pytest
 from helpers import REPO
 
 sys.path.insert(0, str(REPO / "scripts"))
@@ -22,6 +23,7 @@ def faults(mutant: Mutant) -> Iterator[str]:
         yield f"{file} has no {test}"
 
 
+@pytest.mark.slow
 def test_every_mutant_applies_and_names_its_test():
     mutants = load()
     assert [f"{mutant.name}: {fault}" for mutant in mutants for fault in faults(mutant)] == []

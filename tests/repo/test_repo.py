@@ -135,6 +135,7 @@ def test_the_no_list(banned):
     assert not [name_of(path) for path, text in TEXTS.items() if re.search(banned, text)]
 
 
+@pytest.mark.slow
 def test_getattr_has_no_default():
     """A default that hides a missing attribute; getattr of a field's name is fine."""
     for path, text in TEXTS.items():
@@ -212,6 +213,7 @@ def test_the_rule_of_waits_finds_them():
         assert waits_for_a_time(text) == [], text
 
 
+@pytest.mark.slow
 def test_tests_wait_for_events_and_mock_nothing():
     """Another process tells by a pipe, a socket or its end; tests/support/events.py waits for files and ends."""
     texts = {name_of(path): path.read_text(encoding="utf-8") for path in TESTS}
@@ -404,6 +406,7 @@ def known_names() -> set[str]:
     return names
 
 
+@pytest.mark.slow
 @each(DOCUMENTS, name_of)
 def test_settings_a_document_names_exist(path):
     """`section.key` in backticks, where the section is one of ours."""
@@ -416,6 +419,7 @@ def test_settings_a_document_names_exist(path):
     assert named - files <= known_names()
 
 
+@pytest.mark.slow
 @each(DOCUMENTS, name_of)
 def test_functions_a_document_names_exist(path):
     called = set(re.findall(r"`(?:\w+\.)*(\w+)\([^`]*\)`", path.read_text(encoding="utf-8")))
@@ -444,6 +448,7 @@ def defined_in(path: Path) -> set[str]:
 CODE_LINK = re.compile(r"\[`([\w.]+)[^`]*`\]\(([\w./]+\.py)\)")
 
 
+@pytest.mark.slow
 @each(DOCUMENTS, name_of)
 def test_code_that_a_document_links_to_is_in_that_file(path):
     """A link `Class.member` or `function` to a source file: the file defines the last part, and a class before it."""
@@ -466,6 +471,7 @@ def test_functions_of_a_method_are_links(path):
             assert not plain, f"{plain} is no link to a source file"
 
 
+@pytest.mark.slow
 @each(DOCUMENTS, name_of)
 def test_classes_a_document_names_have_what_it_names(path):
     """`Class.member`, also outside of links, of a class of the package; inherited members count."""

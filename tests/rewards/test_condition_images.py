@@ -104,6 +104,7 @@ def test_a_scorer_gets_the_image_of_each_video_at_its_size(file, prompts, kind):
         assert isinstance(load_scorers(config, CPU)[0]["Declared"], OffloadedScorer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("takes", [True, False])
 def test_a_served_scorer_gets_them_bit_for_bit(file, prompts, takes):
     """A server that does not say that it takes images gets none."""

@@ -84,6 +84,7 @@ def test_every_layer_that_autocast_rounds_can_have_copies():
     assert tuple(KINDS) == ROUNDED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [False, True], ids=["whole", "adapter"])
 @pytest.mark.parametrize("recompute", ["none", "full", Recompute("selective", full=1)], ids=["none", "full", "mixed"])
 def test_velocities_and_gradients_are_those_of_autocast_bit_for_bit(adapter, recompute):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 import torch
 from helpers import Calls, ScriptedScorer, assert_near, assert_same, dance_grpo, weights
 from policy_case import CONFIG, ODE, REWARDS
@@ -15,6 +16,7 @@ def mean(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> dic
     return {key: (first[key] + second[key]) / 2 for key in first}
 
 
+@pytest.mark.slow
 def test_an_update_on_many_prompts_is_the_mean_over_parts_that_are_made_one_after_another():
     """Four prompts in one update have the mean gradient of two updates of two prompts, and no call has more samples."""
     sizes = {"num_prompts": 4, "rollout_batch": 4, "update_batch": 4}

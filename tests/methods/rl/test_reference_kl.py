@@ -99,6 +99,7 @@ def test_an_update_uses_the_coefficient_before_its_own_change():
 # Its weights.
 
 
+@pytest.mark.slow
 def test_there_is_no_reference_without_a_kl():
     trainer = build(parse(SMALL["dance_grpo"]), ALONE).trainer
     assert reference_of(trainer) is None and not trainer.copies

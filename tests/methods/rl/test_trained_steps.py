@@ -26,6 +26,7 @@ def test_the_levels_of_the_case():
     assert [round(sigma, 4) for sigma in SIGMAS] == [1.0, 0.9, 0.75, 0.5, 0.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", [ODE, SDE], ids=["ode", "sde"])
 @pytest.mark.parametrize("choice", CHOICES)
 def test_the_update_is_the_policy_gradient_of_the_chosen_transitions(choice, sampler):
@@ -47,6 +48,7 @@ def test_a_fraction_is_drawn_from_them_alone():
     assert drawn == set(allowed) and 0 not in drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["progressive", "random"])
 def test_windows_lie_in_the_range_in_rollout_and_update(schedule):
     """A window of two in the noisier half, as published for windows of few steps: noise only there."""

@@ -36,6 +36,7 @@ def test_a_mark_changes_neither_type_nor_range():
     assert (marked.kind, marked.limits) == (other.kind, other.limits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "may"),
     [

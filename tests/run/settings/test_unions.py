@@ -49,6 +49,7 @@ def value(tree: Any, key: str) -> Any:
     return tree
 
 
+@pytest.mark.slow
 def test_flags_and_files_take_each_value():
     assert len(unions()) > 20
     for key, (method, setting) in unions().items():

@@ -45,6 +45,7 @@ def test_they_may_change_when_a_run_is_resumed(tmp_path):
         assert file.streams.video[0].height == 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "expected"),
     [

@@ -133,6 +133,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", SOURCES)
 def test_a_network_of_each_layout_gives_its_output(tmp_path, weights, layout, capsys):
     words = ("--part", "generator_ema") if layout == "self-forcing" else ()
