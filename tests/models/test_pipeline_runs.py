@@ -4,6 +4,7 @@ import json
 from ast import literal_eval
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -171,6 +172,14 @@ class Network(torch.nn.Module):
         return torch.cat([x] * (len(times) if cache is None else cache[0]))
 
 
+class Masked(torch.nn.Module):
+    sizes: ClassVar[list[tuple[int, ...]]] = []
+
+    def forward(self, x, mask):
+        self.sizes.append((len(x[mask]), len(x[~mask]), len(x[x[:, 0] > 0])))
+        return torch.cat([x[mask], x[~mask]])
+
+
 def test_answers_follow_from_shapes_whole_numbers_and_caches():
     """A second call of equal shapes does not run the network, and a network that writes to its inputs always runs."""
     network, x = WithoutMemory().prepare(Network()), torch.ones(2, 3)
@@ -181,6 +190,13 @@ def test_answers_follow_from_shapes_whole_numbers_and_caches():
     assert Network.runs == 2
     cache = [0]
     assert [len(network(x, torch.ones(1), cache)) for _ in range(3)] == [2, 4, 6]
+
+
+def test_a_known_mask_picks_as_many_tokens_as_it_has():
+    """As Hunyuan-Image sorts its texts; a mask that follows from floats may pick any number, and here picks all."""
+    network = WithoutMemory().prepare(Masked())
+    assert [len(network(torch.ones(3, 2), torch.tensor([True, known, False]))) for known in (True, False)] == [3, 3]
+    assert network.sizes == [(2, 1, 3), (1, 2, 3)]
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")  # of torch, about norms

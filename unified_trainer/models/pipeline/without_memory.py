@@ -4,12 +4,13 @@ import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from transformers import GenerationMixin
 
 KNOWN = 2**12  # elements of a tensor that is computed: lengths, grids and positions of tokens
 PERIOD = 65521  # numbers of an answer that are drawn: a prime, so that no packing of them is another
@@ -30,6 +31,8 @@ class _Answering(FakeTensorMode):
         if func is torch.ops.aten.nonzero.default:
             with self:
                 return torch.empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
+        if func is torch.ops.aten.index.Tensor:
+            args = (args[0], [one for index in args[1] for one in _places(index)])
         if func is torch.ops.aten.bincount.default:  # of experts: all tokens go to the first
             return torch.tensor([args[0].numel()])
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -67,6 +70,8 @@ class WithoutMemory:
                     setattr(module, name, torch.ones(table.shape, dtype=table.dtype))
         for module in network.modules():
             module.forward = self._answering(module.forward, network)
+        if isinstance(network, GenerationMixin):
+            network.generate = _writes_nothing
         return network.eval()
 
     def _answering(self, forward: Any, network: nn.Module) -> Any:
@@ -110,6 +115,16 @@ class WithoutMemory:
             return torch.zeros(x.shape, dtype=x.dtype)
 
         return tree_map(one, output)
+
+
+def _writes_nothing(*inputs: Any, **named: Any) -> Never:
+    raise TypeError("a network that writes tokens one by one cannot be called without its weights")
+
+
+def _places(index: Tensor | None) -> Sequence[Tensor | None]:
+    """Return an index of a tensor; for a mask whose values are known, the places where it is true."""
+    known = index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor)
+    return index.nonzero().unbind(1) if known else [index]  # type: ignore[union-attr]
 
 
 def _key(*inputs: Any) -> tuple[Any, ...] | None:
