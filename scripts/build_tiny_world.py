@@ -155,7 +155,6 @@ def measure_base(wan: Path, seed: int) -> dict[str, float]:
     shape = codec.latent_shape(FRAMES, SIZE, SIZE)
     captions = [subject.caption(i % len(PHRASINGS)) for i, subject in enumerate(subjects)]
     noise = Streams(seed, 0).noise("measure", samples, shape)
-    uncond = codec.encode_text([""])
 
     def no_draw(step: int) -> torch.Tensor:
         raise RuntimeError("these samplers draw no noise")
@@ -169,7 +168,7 @@ def measure_base(wan: Path, seed: int) -> dict[str, float]:
         for start in range(0, len(samples), 48):
             part = slice(start, start + 48)
             rows = samples[part]
-            batch = make_batch(codec, Request.of(captions[part]), uncond, shape, prompt_ids=rows, sample_ids=rows)
+            batch = make_batch(codec, Request.of(captions[part]), "", shape, prompt_ids=rows, sample_ids=rows)
             video = codec.decode(generate(student, noise[part], batch, sampler, no_draw))
             for key, right in check_attributes(video, subjects[part]).items():
                 hits.setdefault(key, []).append(right)

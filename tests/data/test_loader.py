@@ -100,7 +100,7 @@ def test_a_batch_splits_and_keeps_its_rows_together(codec):
     batch = make_batch(
         codec,
         Request.of(prompts),
-        codec.encode_text([""]),
+        "",
         LATENT_SHAPE,
         prompt_ids=[5, 6, 7],
         sample_ids=[0, 1, 2],
@@ -120,7 +120,7 @@ def test_conditions_are_those_of_the_prompts(codec):
     batch = make_batch(
         codec,
         Request.of(prompts),
-        codec.encode_text(["green"]),
+        "green",
         LATENT_SHAPE,
         prompt_ids=[1, 0, 1],
         sample_ids=[0, 1, 2],

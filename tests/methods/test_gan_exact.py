@@ -69,9 +69,7 @@ def world():
     matching = DistributionMatching(config, teacher, critic, gan_weight=1.0, gan_critic_weight=1.0)
     ids, codec = list(range(COUNT)), ClassCodec()
     clips, prompts = torch.ones(COUNT, *SHAPE), ["class 0"] * COUNT
-    batch = make_batch(
-        codec, Request.of(prompts), codec.encode_text([""]), SHAPE, prompt_ids=ids, sample_ids=ids, latents=clips
-    )
+    batch = make_batch(codec, Request.of(prompts), "", SHAPE, prompt_ids=ids, sample_ids=ids, latents=clips)
     return matching, critic, batch, -clips
 
 

@@ -80,9 +80,9 @@ def sampled(pipeline, file: Path, prompt: str, **options: object) -> torch.Tenso
 
 def batch_of(codec, table: Path, count: int):
     requests = [Request(PROMPTS[i], (Image.read(table.parent / f"{i}.png", "the test"),)) for i in range(count)]
-    uncond, ids = codec.encode_text([SAMPLER.negative_prompt]), [*range(count)]
+    ids = [*range(count)]
     shape = codec.latent_shape(FRAMES, HEIGHT, WIDTH)
-    return make_batch(codec, requests, uncond, shape, prompt_ids=ids, sample_ids=ids)
+    return make_batch(codec, requests, SAMPLER.negative_prompt, shape, prompt_ids=ids, sample_ids=ids)
 
 
 def test_diffusers_samples_as_we_do(folder, table):

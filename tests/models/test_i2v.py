@@ -100,9 +100,8 @@ def test_diffusers_samples_as_we_do(folders, table, kind):
     codec = WAN.codec(folder, torch.device("cpu"), EncoderConfig())
     shape = codec.latent_shape(FRAMES, HEIGHT, WIDTH)
     noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(1))
-    uncond = codec.encode_text([SAMPLER.negative_prompt])
     requests = [Request(PROMPTS[0], (Image.read(file, "the test"),))]
-    batch = make_batch(codec, requests, uncond, shape, prompt_ids=[0], sample_ids=[0])
+    batch = make_batch(codec, requests, SAMPLER.negative_prompt, shape, prompt_ids=[0], sample_ids=[0])
     ours = generate(teacher_of(folder), noise, batch, SAMPLER, lambda _: noise)
     pipeline = WanImageToVideoPipeline.from_pretrained(folder, scheduler=euler_scheduler(SAMPLER, given=False))
     options = {"height": HEIGHT, "width": WIDTH, "num_frames": FRAMES, "num_inference_steps": SAMPLER.num_steps}
@@ -120,7 +119,7 @@ def test_diffusers_samples_as_we_do(folders, table, kind):
     other = make_batch(
         codec,
         [Request(PROMPTS[0], (Image.read(table.parent / "1.png", "the test"),))],
-        uncond,
+        SAMPLER.negative_prompt,
         shape,
         prompt_ids=[0],
         sample_ids=[0],
@@ -275,7 +274,7 @@ def test_rows_of_one_text_and_other_images_are_other_samples(folders, table):
     codec = WAN.codec(folders["i2v"], torch.device("cpu"), EncoderConfig())
     shape = codec.latent_shape(FRAMES, HEIGHT, WIDTH)
     uncond = codec.encode_text([""])
-    batch = make_batch(codec, requests, uncond, shape, prompt_ids=[0, 1], sample_ids=[0, 1])
+    batch = make_batch(codec, requests, "", shape, prompt_ids=[0, 1], sample_ids=[0, 1])
     assert torch.equal(batch.cond["text"][0], batch.cond["text"][1])
     assert float((batch.cond["image"][0] - batch.cond["image"][1]).abs().max()) > 0.1
     assert torch.equal(batch.uncond["image"], batch.cond["image"])

@@ -110,8 +110,7 @@ def test_video_and_sound_are_those_of_the_pipeline(folders, name, scale):
     sampler = SamplerConfig(num_steps=3, shift=3.0, guidance_scale=scale, negative_prompt="a triangle")
     shape = codec.latent_shape(9, *SIDES)
     noise = torch.randn(2, *shape, generator=torch.Generator().manual_seed(1))
-    uncond = codec.encode_text([sampler.negative_prompt])
-    batch = make_batch(codec, Request.of(PROMPTS), uncond, shape, prompt_ids=[0, 1], sample_ids=[0, 1])
+    batch = make_batch(codec, Request.of(PROMPTS), sampler.negative_prompt, shape, prompt_ids=[0, 1], sample_ids=[0, 1])
     teacher = Frozen("teacher", Backbone(LTX2.model(folders[name], "transformer"), ALONE), RoleConfig())
     ours = generate(teacher, noise, batch, sampler, lambda _: noise)
     assert float(parts(ours).rest.abs().max()) < 1e-7

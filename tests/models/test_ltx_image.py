@@ -57,8 +57,8 @@ def clips() -> np.ndarray:
 @pytest.fixture(scope="module")
 def batch(codec, clips):
     requests = [Request(prompt, (Image.of(clip[0]),)) for prompt, clip in zip(PROMPTS, clips, strict=True)]
-    uncond, shape = codec.encode_text([SAMPLER.negative_prompt]), codec.latent_shape(FRAMES, HEIGHT, WIDTH)
-    return make_batch(codec, requests, uncond, shape, prompt_ids=[0, 1], sample_ids=[0, 1])
+    shape = codec.latent_shape(FRAMES, HEIGHT, WIDTH)
+    return make_batch(codec, requests, SAMPLER.negative_prompt, shape, prompt_ids=[0, 1], sample_ids=[0, 1])
 
 
 @pytest.fixture(scope="module")

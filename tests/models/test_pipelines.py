@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -17,9 +18,11 @@ from pipelines.videos import VIDEOS
 from safetensors.torch import load_file, save_file
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.requests import Image
+from unified_trainer.basics.requests import Image, Request
+from unified_trainer.data.loader import conditions_of, make_batch
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.pipeline.codec import PipelineCodec
+from unified_trainer.models.pipeline.family import images
 from unified_trainer.models.pipeline.known import known
 from unified_trainer.models.pipeline.latents import KNOWN
 from unified_trainer.run.registry import family_of
@@ -235,3 +238,20 @@ def test_a_folder_that_lacks_a_weight_is_refused(changed):
     save_file(weights, file, {"format": "pt"})
     with pytest.raises(UserError, match=r"vae lacks decoder\.conv_in\.bias"):
         Comparison(folder, SMALL["SanaPipeline"].call)
+
+
+def test_an_editing_model_reads_the_prompt_with_its_image(folder_of):
+    """Each branch of guidance has its prompt encoded with the image of its row, and no prompt is encoded alone."""
+    folder = folder_of("QwenImageEditPipeline")
+    made = Comparison(folder, {"height": 64, "width": 64})
+    assert made.facts.arguments.joint and images(folder) == (1, 1)
+    assert made.difference()[1] < ROUNDED
+    shape, pictures = made.facts.latents.shape, [Image.of(np.full((64, 64, 3), shade, np.uint8)) for shade in (0, 200)]
+    requests = [Request(text, (picture,)) for text in ("a cat", "") for picture in pictures]
+    batch = make_batch(made.codec, requests, "", shape, prompt_ids=[*range(4)], sample_ids=[*range(4)])
+    text = batch.cond["encoder_hidden_states"]
+    assert len(text.unique(dim=0)) == 4 and torch.equal(batch.uncond["encoder_hidden_states"], text[[2, 3, 2, 3]])
+    with pytest.raises(UserError, match="together with its image, so that prompts alone cannot be encoded"):
+        made.codec.encode_text(["a cat"])
+    with pytest.raises(UserError, match="needs a condition image for each prompt"):
+        conditions_of(made.codec, [Request("a cat")], shape)

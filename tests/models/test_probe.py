@@ -131,7 +131,8 @@ class Controlled(Stub):
         self.scheduler.set_timesteps(num_inference_steps)
         for t in self.scheduler.timesteps:
             other = color.expand(len(x), 3) if self.into == "other" else None
-            v = self.transformer(x, t.expand(len(x)), words(prompts, 4), other=other)[0]
+            text = words(prompts, 4) + (color.mean() if self.into == "text" else 0)
+            v = self.transformer(x, t.expand(len(x)), text, other=other)[0]
             x = self.scheduler.step(v, t, x, return_dict=False)[0]
         if output_type != "latent":
             self.vae.decode(x, return_dict=False)
@@ -258,6 +259,10 @@ def test_an_image_that_the_call_needs_is_found_and_may_not_go_into_the_latents(m
     monkeypatch.setattr(Controlled, "into", "latents")
     with pytest.raises(ProbeError, match="writes its image into the noisy latents"):
         learn(held.pipeline, SIZE)
+    monkeypatch.setattr(Controlled, "into", "text")
+    facts = learn(held.pipeline, SIZE)
+    assert facts.arguments.joint and facts.arguments.text.keys() == {"text"} and not facts.arguments.images
+    assert "prompt with its image: text" in str(facts)
     monkeypatch.setattr(Controlled, "into", "nothing")
     with pytest.raises(ProbeError, match="no argument that follows from the image"):
         learn(held.pipeline, SIZE)
@@ -314,11 +319,11 @@ def test_a_prompt_that_changes_a_constant_is_refused() -> None:
 
     probed = pipeline(given)
     facts = learn(probed, SIZE)
-    codec = SimpleNamespace(_facts=facts, folder=Path("folder"))
+    codec = SimpleNamespace(folder=Path("folder"))
 
     def check(prompt: str) -> None:
         inputs = probed.call([prompt], SIZE, None, stop=True).inputs[0]
-        PipelineCodec._check_constants(codec, facts.latents.apart(inputs), prompt)
+        PipelineCodec._check_constants(codec, facts, facts.latents.apart(inputs), prompt)
 
     check("a dog")
     check("a longer prompt")

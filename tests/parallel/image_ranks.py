@@ -75,7 +75,7 @@ def batch_of(folder: Path) -> Batch:
     text = 'a red circle that says "one"'
     requests = [Request(text, (image,)) for image in images] if kind.images else Request.of(CAPTIONS[:2])
     shape = codec.latent_shape(*kind.size)
-    return make_batch(codec, requests, codec.encode_text([""]), shape, prompt_ids=[0, 1], sample_ids=[0, 1])
+    return make_batch(codec, requests, "", shape, prompt_ids=[0, 1], sample_ids=[0, 1])
 
 
 def found(folder: Path, mesh: Mesh, *, compile: bool = False) -> dict[str, torch.Tensor]:

@@ -205,7 +205,7 @@ def samples(student: Role, sampler: SamplerConfig = SAMPLER, count: int = 1200) 
     """Return flattened samples, an equal number of each class."""
     ids, streams = list(range(count)), Streams(99, 0)
     codec, prompts = ClassCodec(), [PROMPTS[i % CLASSES] for i in ids]
-    batch = make_batch(codec, Request.of(prompts), codec.encode_text([""]), SHAPE, prompt_ids=ids, sample_ids=ids)
+    batch = make_batch(codec, Request.of(prompts), "", SHAPE, prompt_ids=ids, sample_ids=ids)
     start = streams.noise("start", ids, SHAPE)
     return generate(student, start, batch, sampler, lambda s: streams.noise(str(s), ids, SHAPE)).flatten(1)
 

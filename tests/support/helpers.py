@@ -292,9 +292,7 @@ def small_batch(count: int = 2, **changes):
     """Conditions of `count` captions, no latents."""
     prompts = [CAPTIONS[i % len(CAPTIONS)] for i in range(count)]
     ids = list(range(count))
-    return make_batch(
-        tiny_codec(), Request.of(prompts), no_prompt(), LATENT_SHAPE, prompt_ids=ids, sample_ids=ids, **changes
-    )
+    return make_batch(tiny_codec(), Request.of(prompts), "", LATENT_SHAPE, prompt_ids=ids, sample_ids=ids, **changes)
 
 
 def no_prompt():

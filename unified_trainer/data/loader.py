@@ -15,7 +15,7 @@ from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Batch, Condition, Trajectory
 from unified_trainer.data.batch_plan import BatchPlan, Position
 from unified_trainer.data.epoch_order import in_file_order, shuffled, shuffled_by_row_groups
-from unified_trainer.models.base import Codec, ImageEncoder
+from unified_trainer.models.base import Codec, ImageEncoder, JointEncoder
 from unified_trainer.numerics.advantages import curriculum
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import generator
@@ -201,7 +201,7 @@ class Loader:
         return make_batch(
             self._codec,
             [self._source.request(i) for i in indices],
-            self._codec.encode_text([self._negative_prompt]),
+            self._negative_prompt,
             self.latent_shape,
             prompt_ids=indices,
             sample_ids=sample_ids,
@@ -240,7 +240,7 @@ class Loader:
 def make_batch(
     codec: Codec,
     requests: Sequence[Request],
-    uncond: Condition,
+    negative_prompt: str,
     latent_shape: tuple[int, int, int, int],
     *,
     prompt_ids: list[int],
@@ -252,17 +252,22 @@ def make_batch(
 ) -> Batch:
     """Make a batch; the requests are encoded unless `cond` holds their conditions.
 
-    `uncond` is the single row of the negative prompt; both branches of guidance have the images of their row.
+    Both branches of guidance have the images of their row.
     """
     if cond is None:
         cond = conditions_of(codec, requests, latent_shape)
+    if isinstance(codec, JointEncoder):
+        without = [replace(request, text=negative_prompt) for request in requests]
+        uncond = codec.encode_requests(without, latent_shape)
+    else:
+        uncond = codec.encode_text([negative_prompt]).expand(len(requests))
     return Batch(
         requests=tuple(requests),
         prompt_ids=tuple(prompt_ids),
         sample_ids=tuple(sample_ids),
         latent_shape=latent_shape,
         cond=cond,
-        uncond=cond.updated(uncond.expand(len(requests))),
+        uncond=cond.updated(uncond),
         latents=latents,
         trajectory=trajectory,
         rejected=rejected,
@@ -271,6 +276,8 @@ def make_batch(
 
 def conditions_of(codec: Codec, requests: Sequence[Request], latent_shape: tuple[int, int, int, int]) -> Condition:
     """Return the conditions of requests: each distinct prompt is encoded once, and the images where there are some."""
+    if isinstance(codec, JointEncoder):
+        return codec.encode_requests(requests, latent_shape)
     prompts = [request.text for request in requests]
     distinct = sorted(set(prompts))
     cond = codec.encode_text(distinct).take([distinct.index(prompt) for prompt in prompts])

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from unified_trainer.basics.requests import Image
+from unified_trainer.basics.requests import Image, Request
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample, Video
 from unified_trainer.models.adapter_file import AdapterFile, diffusers_adapter
 from unified_trainer.models.encoders import EncoderConfig
@@ -227,6 +227,14 @@ class ImageEncoder(Protocol):
 
         Raise UserError where the latents of a clip do not hold it.
         """
+
+
+@runtime_checkable
+class JointEncoder(Protocol):
+    """The part of a codec that encodes a text together with the images of its sample, in families that do so."""
+
+    def encode_requests(self, requests: Sequence[Request], latent_shape: tuple[int, int, int, int]) -> Condition:
+        """Return the conditions of requests, with what `encode_images` makes of their images."""
 
 
 @runtime_checkable

@@ -16,12 +16,12 @@ from PIL import Image as Picture
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from unified_trainer.basics.requests import Image
+from unified_trainer.basics.requests import Image, Request
 from unified_trainer.basics.types import Condition
+from unified_trainer.data.loader import conditions_of
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.pipeline.calls import most_likely
-from unified_trainer.models.pipeline.codec import PipelineCodec
-from unified_trainer.models.pipeline.family import networks
+from unified_trainer.models.pipeline.family import networks, open_codec
 from unified_trainer.models.pipeline.known import known
 from unified_trainer.models.pipeline.model import PipelineModel
 from unified_trainer.models.pipeline.opening import flow_scheduler
@@ -38,7 +38,7 @@ class Comparison:
         self.folder, self.size = folder, (frames, call.get("height", 32), call.get("width", 48))
         self.known = known(folder)
         self.facts = self.known.of_size(self.size)
-        self.codec = PipelineCodec.load(folder, CPU, EncoderConfig())
+        self.codec = open_codec(folder, CPU, EncoderConfig())
         names, self._boundary = networks(folder)
         self._models = [PipelineModel.open(folder, name) for name in names]
         for model in self._models:
@@ -65,11 +65,8 @@ class Comparison:
     @cached_property
     def condition(self) -> Condition:
         """The conditions of both prompts."""
-        cond = self.codec.encode_text(PROMPTS)
-        if self.picture is None:
-            return cond
-        image = Image.of(np.array(self.picture))
-        return cond.updated(self.codec.encode_images([(image,)] * len(PROMPTS), self.facts.latents.shape))
+        images = () if self.picture is None else (Image.of(np.array(self.picture)),)
+        return conditions_of(self.codec, [Request(text, images) for text in PROMPTS], self.facts.latents.shape)
 
     @cached_property
     def walks(self) -> Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]:

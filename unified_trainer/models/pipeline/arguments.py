@@ -30,6 +30,7 @@ class FoundArguments:
 
     text: Mapping[str, Argument]
     images: Mapping[str, Argument]
+    joint: bool  # whether some of the text follow from prompt and image together
     image_parts: tuple[str, ...]  # the components that make them
     paired: bool  # whether prompts are encoded beside a long one, so that all are padded to one length
     counted: tuple[str, ...] | None  # set: each sample is called alone, with so many items of these as its prompt
@@ -90,13 +91,12 @@ class FoundArguments:
         if pipeline.takes_image and not from_image:
             raise pipeline.refuse("gives its network no argument that follows from the image")
         rows |= {name for name in from_image if isinstance(first[name], Tensor) and len(first[name]) == 1}
-        if both := text & from_image:
-            raise pipeline.refuse(f"makes {', '.join(sorted(both))} of prompt and image, which are encoded apart")
+        from_image -= (both := text & from_image)
         pairs = [(first[name][0], long[name][0]) for name in text] if alone else []
         items = {len(short) for short, longer in pairs if short.shape != longer.shape}
         counted = {n for n in first.keys() - rows if {rows_of(first[n])} == items and _begins(first[n], long[n])}
         for name in sorted({*first, *long} - rows - counted):
-            if name in from_image or differ(first.get(name), long.get(name)):
+            if name in from_image | both or differ(first.get(name), long.get(name)):
                 raise pipeline.refuse(f"gives its network {name}, which follows from the sample but has no row for it")
         fixed = {name: value for name, value in first.items() if name not in text | from_image}
         if made := sorted(name for name, value in fixed.items() if differ(value, answers[""].get(name))):
@@ -106,6 +106,7 @@ class FoundArguments:
         return cls(
             {name: _argument(first[name], long[name], alone) for name in first if name in text},
             {name: _argument(first[name], seen[name]) for name in first if name in from_image},
+            bool(both),
             tuple(n for n in parts if from_image and any(differ(first[x], answers[n].get(x)) for x in from_image)),
             len(prompts) > 1,
             tuple(sorted(counted)) if alone else None,

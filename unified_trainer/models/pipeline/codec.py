@@ -22,7 +22,7 @@ from unified_trainer.models.folder import fingerprint, no_progress_bar, read_pre
 from unified_trainer.models.frozen_network import FrozenNetwork, channels_last
 from unified_trainer.models.image_tensors import ImageTensors
 from unified_trainer.models.pipeline.arguments import LONG
-from unified_trainer.models.pipeline.calls import SHORT
+from unified_trainer.models.pipeline.calls import SHORT, Pipeline
 from unified_trainer.models.pipeline.facts import Facts
 from unified_trainer.models.pipeline.known import known
 from unified_trainer.models.pipeline.latents import KNOWN
@@ -73,10 +73,7 @@ class PipelineCodec:
             raise UserError(f"encoders.embedded_guidance: the network of {folder} takes no guidance; leave it out")
         if self._guidance is None and self._facts.guidance:
             self._guidance = float(self._known.pipeline.names["guidance_scale"].default)
-        self.text_shapes: Shapes = {name: argument.shape for name, argument in self._facts.arguments.text.items()}
-        self.text_shapes |= {
-            name + ROWS: () for name, argument in self._facts.arguments.text.items() if argument.listed
-        }
+        self.text_shapes = text_shapes(self._facts)
         tf32 = rounds_products() and config.text_precision == "fp32"
         encoder = f"{self._identity()} {config.text_precision} {device.type} {tf32} {self.text_shapes}"
         self._embeddings = PromptEmbeddings(self._embed, encoder, self.text_shapes, config)
@@ -119,10 +116,14 @@ class PipelineCodec:
         return self.text_condition(self.prompts(prompts))
 
     def text_condition(self, prompts: Sequence[Prompt]) -> Condition:
-        tensors = stack(prompts, self.text_shapes)
+        return self._text_condition(stack(prompts, self.text_shapes))
+
+    def _text_condition(self, tensors: dict[str, Tensor]) -> Condition:
         if self._facts.guidance:
             assert self._guidance is not None  # from the setting or the pipeline
-            tensors[self._facts.guidance] = torch.full((len(prompts),), self._guidance * self._facts.guidance_factor)
+            tensors[self._facts.guidance] = torch.full(
+                (len(next(iter(tensors.values()))),), self._guidance * self._facts.guidance_factor
+            )
         return Condition(tensors).map(lambda x: x.to(self._device, non_blocking=True))
 
     def text_difference(self, prompt: str, tensors: Prompt) -> float:
@@ -138,25 +139,28 @@ class PipelineCodec:
         return f"{said}, {rest}; embeddings in {self._embeddings.place}"
 
     def _embed(self, prompts: Sequence[str]) -> Generator[Prompt, None, None]:
-        facts, arguments = self._facts, self._facts.arguments
-        black = Picture.new("RGB", (facts.size[2], facts.size[1]))
+        black = Picture.new("RGB", (self._facts.size[2], self._facts.size[1]))
         with self._calling(self._text_parts()) as pipeline:
             for prompt in prompts:
-                both = [prompt, LONG] if arguments.paired else [prompt]
-                given = facts.latents.apart(pipeline.call(both, facts.size, black, stop=True).inputs[0])
-                self._check_constants(given, prompt)
-                tensors: dict[str, Tensor] = {}
-                for name, argument in arguments.text.items():
-                    # a mask that is left out marks all rows
-                    row = torch.ones(argument.shape) if given.get(name) is None else given[name][0]
-                    tensors[name] = row.to(argument.dtype).cpu()
-                    if argument.listed:
-                        tensors[name + ROWS] = torch.tensor(len(row))
-                yield tensors
+                yield self._row(pipeline, self._facts, prompt, black)
 
-    def _check_constants(self, given: Mapping[str, Any], prompt: str) -> None:
+    def _row(self, pipeline: Pipeline, facts: Facts, prompt: str, picture: Picture.Image) -> dict[str, Tensor]:
+        """Return the tensors of a prompt, which a pipeline may read together with a picture."""
+        both = [prompt, LONG] if facts.arguments.paired else [prompt]
+        given = facts.latents.apart(pipeline.call(both, facts.size, picture, stop=True).inputs[0])
+        self._check_constants(facts, given, prompt)
+        tensors: dict[str, Tensor] = {}
+        for name, argument in facts.arguments.text.items():
+            # a mask that is left out marks all rows
+            row = torch.ones(argument.shape) if given.get(name) is None else given[name][0]
+            tensors[name] = row.to(argument.dtype).cpu()
+            if argument.listed:
+                tensors[name + ROWS] = torch.tensor(len(row))
+        return tensors
+
+    def _check_constants(self, facts: Facts, given: Mapping[str, Any], prompt: str) -> None:
         """Raise UserError if this prompt changes an argument that was learned to follow from no prompt."""
-        facts, arguments = self._facts, self._facts.arguments
+        arguments = facts.arguments
         for name in {*given, *arguments.constants} - {
             facts.time.name,
             facts.guidance,
@@ -256,6 +260,12 @@ class PipelineCodec:
             f"torch {torch.__version__}, transformers {transformers.__version__}, diffusers {diffusers.__version__}"
         )
         return f"{versions}, {facts}"
+
+
+def text_shapes(facts: Facts) -> Shapes:
+    """Return the largest shapes of the tensors of a prompt."""
+    shapes: dict[str, tuple[int, ...]] = {name: argument.shape for name, argument in facts.arguments.text.items()}
+    return shapes | {name + ROWS: () for name, argument in facts.arguments.text.items() if argument.listed}
 
 
 def read_whole(kind: Any, folder: Path, dtype: torch.dtype) -> nn.Module:

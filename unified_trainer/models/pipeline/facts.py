@@ -67,7 +67,7 @@ class Facts:
             f"latents: {self.latents.name} {[*self.latents.native]}{behind}",
             f"time: {found.name} = {time}",
             f"velocity: {'-' if self.sign < 0 else ''}output",
-            f"prompt: {', '.join(self.arguments.text)}",
+            f"prompt{' with its image' * self.arguments.joint}: {', '.join(self.arguments.text)}",
         ]
         parts += [f"image: {', '.join(self.arguments.images)}"] if self.arguments.images else []
         parts += [f"guidance in the network: {self.guidance}"] if self.guidance else []

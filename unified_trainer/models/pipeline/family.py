@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import diffusers
+import torch
 
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.models.base import Family, Shape
@@ -12,6 +13,7 @@ from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.pipeline.blueprint import blueprint
 from unified_trainer.models.pipeline.calls import SIZES
 from unified_trainer.models.pipeline.codec import PipelineCodec
+from unified_trainer.models.pipeline.joint import JointCodec
 from unified_trainer.models.pipeline.known import known
 from unified_trainer.models.pipeline.model import PipelineModel
 from unified_trainer.models.pipeline.sequence import heads_of
@@ -24,7 +26,8 @@ def latent_shape(folder: Path, frames: int, height: int, width: int) -> Shape:
 
 def images(folder: Path) -> tuple[int, int]:
     """Return the fewest and the most condition images of a sample."""
-    return (1, 1) if known(folder).any().arguments.images else (0, 0)
+    found = known(folder).any().arguments
+    return (1, 1) if found.images or found.joint else (0, 0)
 
 
 def networks(folder: Path) -> tuple[tuple[str, ...], float | None]:
@@ -32,6 +35,11 @@ def networks(folder: Path) -> tuple[tuple[str, ...], float | None]:
     index = read_json(folder / "model_index.json")
     level = index.get("boundary_ratio")
     return tuple(known(folder).pipeline.networks), level if isinstance(level, float) else None
+
+
+def open_codec(folder: Path, device: torch.device, config: EncoderConfig) -> PipelineCodec:
+    """Open text encoders and VAE."""
+    return (JointCodec if known(folder).any().arguments.joint else PipelineCodec).load(folder, device, config)
 
 
 def attention_heads(folder: Path) -> int:
@@ -73,7 +81,7 @@ def pipeline_family(name: str) -> Family:
         pipelines=(name,),
         model=PipelineModel.open,
         # a codec of each class: roles of two classes read no conditions of each other
-        codec=lambda folder, device, config: PipelineCodec.load(folder, device, config),
+        codec=lambda folder, device, config: open_codec(folder, device, config),
         latent_channels=lambda folder: known(folder).any().latents.shape[0],
         latent_shape=latent_shape,
         tokens=lambda folder, shape: known(folder).of_shape(shape).tokens.count,

@@ -52,7 +52,7 @@ class Known:
             except ProbeError as with_image:
                 pipeline.takes_image = with_image.__cause__ is None
                 raise
-        if self._facts and facts.arguments.text != self.any().arguments.text:
+        if self._facts and not facts.arguments.joint and facts.arguments.text != self.any().arguments.text:
             raise pipeline.refuse(f"makes {', '.join(facts.arguments.text)} of the prompt and the size together")
         return facts
 

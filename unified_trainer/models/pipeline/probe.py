@@ -12,7 +12,7 @@ from unified_trainer.models.pipeline.facts import Facts, FoundTime
 from unified_trainer.models.pipeline.guidance import rule_of
 from unified_trainer.models.pipeline.latents import FoundLatents
 from unified_trainer.models.pipeline.tokens import noted_block, tokens_of
-from unified_trainer.models.pipeline.values import Place, Size, part, same, stacked, wider
+from unified_trainer.models.pipeline.values import Place, Size, part, rows_of, same, stacked, wider
 
 COLORS = (200, 30, 30), (30, 90, 200)
 
@@ -84,7 +84,8 @@ def _is_single(seen: CallRecord) -> bool:
 def _time(pipeline: Pipeline, seen: CallRecord, latents: str) -> FoundTime:
     sigmas = seen.sigmas[:STEPS].double().cpu()
     for name, value in seen.inputs[0].items():
-        if name == latents or not isinstance(value, Tensor) or value.dtype == torch.bool or not value.numel():
+        of_sample = isinstance(value, Tensor) and value.dtype != torch.bool and rows_of(value) in (1, None)
+        if name == latents or not of_sample:
             continue
         each = torch.stack([call[name].double().flatten() for call in seen.inputs])
         fixed = (each == each[0]).all(0)

@@ -111,8 +111,8 @@ class TeacherProbe:
     def _generate(self, role: Role, sampler: SamplerConfig, samples: list[int]) -> tuple[Tensor, Tensor]:
         """Return latents and videos; the noise of a sample is a function of the seed and its number."""
         requests = [self._requests[i] for i in samples]
-        uncond = self._codec.encode_text([self._sampler.negative_prompt])
-        batch = make_batch(self._codec, requests, uncond, self._latent_shape, prompt_ids=samples, sample_ids=samples)
+        negative = self._sampler.negative_prompt
+        batch = make_batch(self._codec, requests, negative, self._latent_shape, prompt_ids=samples, sample_ids=samples)
         streams = Streams(self._seed, 0, self._mesh.device)
 
         def draw(name: str) -> Tensor:

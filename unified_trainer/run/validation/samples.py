@@ -111,7 +111,7 @@ class SampleMaker:
         batch = make_batch(
             self._codec,
             self._requests(samples),
-            self._codec.encode_text([self._sampler.negative_prompt]),
+            self._sampler.negative_prompt,
             self._latent_shape,
             prompt_ids=samples,
             sample_ids=samples,

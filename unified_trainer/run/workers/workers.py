@@ -63,7 +63,7 @@ class Worker:
         batch = make_batch(
             self._sampling.codec,
             item.requests,
-            self._sampling.codec.encode_text([self._run.sampler.negative_prompt]),
+            self._run.sampler.negative_prompt,
             self._sampling.latent_shape,
             prompt_ids=list(item.prompt_ids),
             sample_ids=list(item.sample_ids),

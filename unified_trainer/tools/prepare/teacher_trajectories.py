@@ -77,12 +77,12 @@ def _write(
     codec: Codec,
     progress: ItemProgress,
 ) -> None:
-    uncond = codec.encode_text([plan.run.sampler.negative_prompt])
+    negative = plan.run.sampler.negative_prompt
     for prompt in prompts:
         digest = hashlib.sha256(prompt.encode()).hexdigest()[:16]
         noise = Streams(plan.run.seed, 0, teacher.device).noise("trajectory", [int(digest, 16)], plan.latent_shape)
         # One at a time: the rounding of a sample can depend on the other samples of a batch.
-        batch = make_batch(codec, [Request(prompt)], uncond, plan.latent_shape, prompt_ids=[0], sample_ids=[0])
+        batch = make_batch(codec, [Request(prompt)], negative, plan.latent_shape, prompt_ids=[0], sample_ids=[0])
         trajectory = ode.solve(teacher, noise, batch)
         text = text_of(codec.prompts([prompt])[0], codec, padded=True)
         add_row(written, ode_row(f"text_{digest}", prompt, trajectory) | text, progress)

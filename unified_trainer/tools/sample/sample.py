@@ -269,14 +269,14 @@ def _start(
     """Return a function from requests to a batch, and the noise of samples with these seeds."""
     video, ids = student.run.video, list(range(len(seeds)))
     shape = codec.latent_shape(video.frames, video.height, video.width)
-    uncond = codec.encode_text([student.run.sampler.negative_prompt])
+    negative = student.run.sampler.negative_prompt
     streams = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def draw(_: int) -> Tensor:
         return torch.cat([torch.randn(1, *shape, generator=stream) for stream in streams]).to(student.role.device)
 
     def batch_of(requests: Sequence[Request]) -> Batch:
-        return make_batch(codec, requests, uncond, shape, prompt_ids=ids, sample_ids=ids)
+        return make_batch(codec, requests, negative, shape, prompt_ids=ids, sample_ids=ids)
 
     return batch_of, draw
 
