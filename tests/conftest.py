@@ -55,6 +55,9 @@ def pytest_collection_finish():
 
 def pytest_addoption(parser):
     parser.addoption("--odd-values", type=int, default=0, help="values of each file that test_odd_configs.py tries")
+    parser.addoption(
+        "--damaged-files", type=int, default=0, help="copies of each kind that test_damaged_bytes.py damages"
+    )
     parser.addoption("--all-cells", action="store_true", help="run every cell of test_invariance.py, each alone")
     parser.addoption("--all-pipelines", action="store_true", help="try every small folder of a pipeline, not a few")
     parser.addoption("--kills", type=int, default=0, help="how often test_kill.py kills each run; 0 is a few times")

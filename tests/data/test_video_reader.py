@@ -1,11 +1,11 @@
 """Reading videos: which frames are taken, how they are turned, scaled and cropped, and what is said of bad files."""
 
-import struct
 from fractions import Fraction
 
 import av
 import numpy as np
 import pytest
+from odd_media import turned
 from PIL import Image
 from real_clips import grays, quarters, real_video, write_exactly
 
@@ -13,14 +13,6 @@ from unified_trainer.data.captioned import CaptionedVideo
 from unified_trainer.data.clips import VideoConfig
 from unified_trainer.data.video_files import write_mp4
 from unified_trainer.data.video_reader import VideoError, read_clip, read_clips, to_video
-
-
-def track_matrix(a: int, b: int, c: int, d: int) -> bytes:
-    """Return how an mp4 file says that a track is turned: columns of fractions of 65536 and of 2^30."""
-    return struct.pack(">9i", a << 16, b << 16, 0, c << 16, d << 16, 0, 0, 0, 1 << 30)
-
-
-UNTURNED = track_matrix(1, 0, 0, 1)
 
 
 def colors(clip: np.ndarray) -> list[str]:
@@ -111,14 +103,14 @@ def test_the_color_matrix_of_the_file_counts(tmp_path, matrix, dst):
         ((0, 1, -1, 0), ["blue", "red", "white", "green"]),  # by 90 degrees clockwise: a phone held upright
         ((0, -1, 1, 0), ["green", "white", "red", "blue"]),
         ((-1, 0, 0, -1), ["white", "blue", "green", "red"]),
+        ((-1, 0, 0, 1), ["green", "red", "white", "blue"]),  # a mirror, as of a phone's front camera
+        ((1, 0, 0, -1), ["blue", "white", "red", "green"]),
+        ((0, 1, 1, 0), ["red", "blue", "green", "white"]),
+        ((0, -1, -1, 0), ["white", "green", "blue", "red"]),
     ],
 )
-def test_frames_are_turned_as_the_file_says(tmp_path, matrix, expected):
-    write_mp4(quarters(2, 64, 64), tmp_path / "a.mp4", 8)
-    data = (tmp_path / "a.mp4").read_bytes()
-    at, turned = data.index(UNTURNED, data.index(b"tkhd")), track_matrix(*matrix)
-    (tmp_path / "b.mp4").write_bytes(data[:at] + turned + data[at + len(turned) :])
-    assert colors(read_clip(tmp_path / "b.mp4", VideoConfig(1, 64, 64, 8))) == expected
+def test_frames_are_turned_and_mirrored_as_the_file_says(tmp_path, matrix, expected):
+    assert colors(read_clip(turned(tmp_path / "a.mp4", *matrix), VideoConfig(1, 64, 64, 8))) == expected
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 96), (96, 32)])
@@ -189,7 +181,7 @@ def test_clips_come_in_order_each_with_its_video(tmp_path, workers):
     read = list(read_clips(videos, VideoConfig(5, 16, 16, 8), workers))
     assert [video for video, _ in read] == videos
     assert isinstance(read[2][1], VideoError) and str(read[2][1]).endswith("absent.mkv: no such file")
-    assert [int(clip[0, 0, 0, 0]) // 5 for _, clip in read if not isinstance(clip, VideoError)] == [0, 1, 2, 3]
+    assert [int(clip.frames[0, 0, 0, 0]) // 5 for _, clip in read if not isinstance(clip, VideoError)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
-"""Opening images, which others may have made: in the listed formats alone, and up to a number of pixels."""
+"""Opening images, which others may have made: in listed formats, up to a number of pixels, and as they are shown."""
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 
-from PIL import Image
+import numpy as np
+from PIL import Image, ImageCms, ImageOps
 
 from unified_trainer.basics.errors import UserError
 
@@ -31,3 +32,22 @@ def open_picture(
             yield opened
     except Exception as error:
         raise UserError(f"{place}: cannot be read as an image of {', '.join(formats)} ({error})") from error
+
+
+def to_rgb(picture: Image.Image) -> Image.Image:
+    """Return an image as it is shown, in RGB of 8 bits: turned as its Exif says, in sRGB by its profile, on white."""
+    shown, clear = ImageOps.exif_transpose(picture), picture.has_transparency_data
+    if shown.mode.startswith("I;16"):  # whose values Pillow would clip at 255
+        pixels = np.asarray(shown)
+        shown = Image.fromarray((pixels / 257).round().astype(np.uint8))
+        if clear:
+            shown.putalpha(Image.fromarray(255 * (pixels != picture.info["transparency"]).astype(np.uint8)))
+    if clear or shown.mode not in ("L", "CMYK"):
+        shown = shown.convert("RGBA" if clear else "RGB")
+    if profile := picture.info.get("icc_profile"):
+        with suppress(OSError, ImageCms.PyCMSError):  # a profile that is damaged, or made for other pixels
+            own, srgb = ImageCms.ImageCmsProfile(BytesIO(profile)), ImageCms.createProfile("sRGB")
+            shown = ImageCms.profileToProfile(shown, own, srgb, outputMode="RGBA" if clear else "RGB") or shown
+    if clear:
+        shown = Image.alpha_composite(Image.new("RGBA", shown.size, "white"), shown)
+    return shown.convert("RGB")

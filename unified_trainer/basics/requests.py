@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from PIL import Image as Picture
-from PIL import ImageOps
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import check_file
-from unified_trainer.basics.pictures import open_picture
+from unified_trainer.basics.pictures import open_picture, to_rgb
 
 Pixels = np.ndarray  # uint8 [height, width, 3]
 
@@ -53,19 +52,21 @@ class Image:
         if hashlib.sha256(self.file.read_bytes()).hexdigest() != self.sha256:
             raise UserError(f"{self.file} changed since the run read it first: restore it, or start again")
         with open_picture(self.file, str(self.file)) as opened:
-            return cover(ImageOps.exif_transpose(opened).convert("RGB"), height, width)
+            return cover(to_rgb(opened), height, width)
 
     def at(self, height: int, width: int) -> Float[Tensor, "3 h w"]:
         """Return `picture` as a tensor in [0, 1]."""
         return torch.from_numpy(np.array(self.picture(height, width))).permute(2, 0, 1).float() / 255
 
 
-def cover(picture: Picture.Image, height: int, width: int) -> Picture.Image:
-    """Scale a picture to cover a size and crop it around its center."""
-    scale = max(width / picture.width, height / picture.height)
-    own_width, own_height = min(width / scale, picture.width), min(height / scale, picture.height)
+def cover(
+    picture: Picture.Image, height: int, width: int, pixel: float = 1.0, kernel: int = Picture.Resampling.LANCZOS
+) -> Picture.Image:
+    """Scale a picture, whose pixels are `pixel` times as wide as high, to cover a size; crop it around its center."""
+    scale = max(width / (picture.width * pixel), height / picture.height)
+    own_width, own_height = min(width / scale / pixel, picture.width), min(height / scale, picture.height)
     left, top = (picture.width - own_width) / 2, (picture.height - own_height) / 2
-    return picture.resize((width, height), Picture.Resampling.LANCZOS, (left, top, left + own_width, top + own_height))
+    return picture.resize((width, height), kernel, (left, top, left + own_width, top + own_height))
 
 
 class Prompt(str):

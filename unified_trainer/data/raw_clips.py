@@ -8,8 +8,9 @@ import torch
 from unified_trainer.basics.requests import Image
 from unified_trainer.data.captioned import PICTURES, VIDEOS, CaptionedVideo, find_videos
 from unified_trainer.data.clips import Clips, VideoConfig
+from unified_trainer.data.media import VideoError
 from unified_trainer.data.tables import TABLES
-from unified_trainer.data.video_reader import VideoError, read_clips, to_video
+from unified_trainer.data.video_reader import read_clips, to_video
 from unified_trainer.models.base import Codec
 
 WORKERS = 4  # threads that decode
@@ -49,8 +50,8 @@ def encode_videos(path: Path, codec: Codec, size: VideoConfig, *, first_frames: 
         if isinstance(clip, VideoError):
             faults.append(str(clip))
         elif not faults:
-            encoded.append(codec.encode(to_video(clip)).cpu())
-            images += [Image.of(clip[0].copy())] if first_frames else []
+            encoded.append(codec.encode(to_video(clip.frames)).cpu())
+            images += [Image.of(clip.frames[0].copy())] if first_frames else []
     _refuse(path, faults)
     return Clips(tuple(video.caption for video in videos), torch.cat(encoded), None, tuple(images))
 

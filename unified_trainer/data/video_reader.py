@@ -10,71 +10,72 @@ from pathlib import Path
 import av
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.pictures import open_picture
+from unified_trainer.basics.pictures import MOST_PIXELS, open_picture, to_rgb
 from unified_trainer.basics.requests import cover
 from unified_trainer.basics.types import Video
+from unified_trainer.data import media
 from unified_trainer.data.captioned import PICTURES, CaptionedVideo
 from unified_trainer.data.clips import VideoConfig
+from unified_trainer.data.color import to_sdr
+from unified_trainer.data.media import Clip, DamagedError, Fact, Facts, VideoError
 
 # FFmpeg's readers of playlists, which have no place here, open the files that a playlist names.
 CONTAINERS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi", "protocol_whitelist": "file"}
+# Decoders that conceal damage without a word unless they may raise. H.264's reports it, and would refuse whole videos
+# that were cut at an open group of pictures.
+MAY_RAISE = ("hevc", "mjpeg")
 ROUNDING = Fraction(1, 500)  # seconds by which a container may round time stamps
-TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
-
-
-class VideoError(UserError):
-    """A video that cannot be used; the message names the file and the reason."""
 
 
 def read_clip(file: Path, size: VideoConfig) -> np.ndarray:
-    """Return the first `size.frames` frames at `size.fps` per second, uint8 [t, h, w, 3].
+    """Return the frames of `inspect_clip`."""
+    return inspect_clip(file, size).frames
+
+
+def inspect_clip(file: Path, size: VideoConfig) -> Clip:
+    """Return the first `size.frames` frames at `size.fps` per second, uint8 [t, h, w, 3], and the facts of the file.
 
     Frame k is the one on show k / fps seconds after the first: faster videos lose frames, slower ones repeat them. A
-    frame is turned as its file says, scaled to cover height and width (bicubic, antialiased, with square pixels) and
-    cropped around its centre. An image is one frame. Raise VideoError for a file that is too short or damaged.
+    frame is scaled to cover height and width (bicubic, antialiased, with square pixels) and cropped around its centre.
+    An image is one frame. Raise VideoError for a file that is too short, or that `Fact` refuses or calls damaged.
     """
     if file.suffix.lower() in PICTURES:
         return _image(file, size)
     try:
-        with av.open(str(file), options=CONTAINERS) as container:
-            if not container.streams.video:
+        with av.open(str(file), options=CONTAINERS, metadata_errors="replace") as container:
+            stream = container.streams.best("video")
+            if not isinstance(stream, av.VideoStream):
                 raise VideoError(f"{file}: holds no video")
-            frames = _sample(container, size)
+            return _sample(file, container, stream, size)
     except (av.FFmpegError, OSError) as error:
-        raise VideoError(f"{file}: cannot be decoded ({error.strerror})") from error
-    if len(frames) < size.frames:
-        seconds = len(frames) / size.fps
-        raise VideoError(
-            f"{file}: too short: {seconds:.2f} s are {len(frames)} frames at {size.fps:g} per second, not the "
-            f"{size.frames} of video.frames"
-        )
-    return np.stack(frames)
+        raise DamagedError(f"{file}: cannot be decoded ({error.strerror})") from error
 
 
-def _image(file: Path, size: VideoConfig) -> np.ndarray:
+def _image(file: Path, size: VideoConfig) -> Clip:
     """Return an image as a clip of one frame; VideoError for one that cannot be read, or if more are asked for."""
     if size.frames > 1:
         raise VideoError(f"{file}: an image is no video of the {size.frames} frames of video.frames")
     try:
         with open_picture(file, str(file)) as opened:
-            picture = ImageOps.exif_transpose(opened).convert("RGB")
+            facts = media.of_picture(opened)
+            picture = cover(to_rgb(opened), size.height, size.width)
     except UserError as error:
         raise VideoError(str(error)) from error
-    return np.array(cover(picture, size.height, size.width))[None]
+    return Clip(np.array(picture)[None], facts)
 
 
 def read_clips(
     videos: Sequence[CaptionedVideo], size: VideoConfig, workers: int
-) -> Iterator[tuple[CaptionedVideo, np.ndarray | VideoError]]:
+) -> Iterator[tuple[CaptionedVideo, Clip | VideoError]]:
     """Yield the videos in order, each with its clip or with the reason why there is none.
 
     Up to `workers` threads decode ahead of the caller, and hold as many clips in memory.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="decode")
-    waiting: deque[tuple[CaptionedVideo, Future[np.ndarray | VideoError]]] = deque()
+    waiting: deque[tuple[CaptionedVideo, Future[Clip | VideoError]]] = deque()
     try:
         for video in videos:
             waiting.append((video, pool.submit(_attempt, video, size)))
@@ -92,56 +93,86 @@ def to_video(clip: np.ndarray) -> Video:
     return torch.from_numpy(clip).movedim(-1, 0)[None].float() / 255
 
 
-def _attempt(video: CaptionedVideo, size: VideoConfig) -> np.ndarray | VideoError:
+def _attempt(video: CaptionedVideo, size: VideoConfig) -> Clip | VideoError:
     if video.fault:
         return VideoError(f"{video.file}: {video.fault}")
     try:
-        return read_clip(video.file, size)
+        return inspect_clip(video.file, size)
     except VideoError as error:
         return error
 
 
-def _sample(container: av.container.InputContainer, size: VideoConfig) -> list[np.ndarray]:
+def _sample(file: Path, container: av.container.InputContainer, stream: av.VideoStream, size: VideoConfig) -> Clip:
     """Return up to `size.frames` frames; those that are on show at no sampled moment are not converted."""
-    stream = container.streams.video[0]
-    stream.codec_context.thread_count = 1  # the files are what is decoded in parallel
+    layers, coder = stream.metadata.get("alpha_mode", "0"), stream.codec_context
+    facts = media.of(SEVERAL=len(container.streams.video) > 1, UNKNOWN=coder is None, HIDDEN_ALPHA=layers != "0")
+    media.refuse(file, facts)
+    coder.thread_count = 1  # the files are what is decoded in parallel
+    coder.options = {"max_pixels": str(MOST_PIXELS)} | ({"err_detect": "explode"} if coder.name in MAY_RAISE else {})
     rate, pixel = Fraction(size.fps).limit_denominator(1001), float(stream.sample_aspect_ratio or 1)
-    frames: list[np.ndarray] = []
-    for frame, end in _shown(container.decode(stream), 1 / (stream.average_rate or rate)):
+    frames, times, color = list[np.ndarray](), [Fraction(0)], (0, 0)
+    for frame, said, end in _shown(file, container.demux(stream), 1 / (stream.average_rate or rate)):
+        media.refuse(file, said, float(times[-1]))
+        facts, color = facts | said, color if frames else (frame.color_trc, frame.color_primaries)
+        times.append(end)
         wanted = min(math.ceil((end - ROUNDING) * rate), size.frames) - len(frames)
         if wanted > 0:
-            frames += [_picture(frame, pixel, size)] * wanted
+            frames += [_picture(frame, said, pixel, size)] * wanted
         if len(frames) == size.frames:
             break
-    return frames
+    if len(frames) < size.frames:
+        raise VideoError(
+            f"{file}: too short: {len(frames) / size.fps:.2f} s are {len(frames)} frames at {size.fps:g} per second, "
+            f"not the {size.frames} of video.frames"
+        )
+    if size.frames > 1:
+        facts |= media.of_times(times, size.fps)
+        media.refuse(file, facts)
+    clip = np.array(frames)
+    return Clip(clip if clip.dtype == np.uint8 else to_sdr(clip, *color), facts)
 
 
-def _shown(frames: Iterable[av.VideoFrame], interval: Fraction) -> Iterator[tuple[av.VideoFrame, Fraction]]:
-    """Yield each frame with the moment at which the next one replaces it, in seconds after the first began.
+def _shown(
+    file: Path, packets: Iterable[av.Packet], interval: Fraction
+) -> Iterator[tuple[av.VideoFrame, Facts, Fraction]]:
+    """Yield each frame, its facts, and the moment at which the next one replaces it, in seconds after the first began.
 
     The last one is on show for the interval.
     """
-    shown, times = None, []
-    for frame in frames:
-        if frame.pts is None:
-            raise av.InvalidDataError(0, "a frame has no time stamp")
-        times = [*times[:1], frame.pts * frame.time_base]
-        if shown is not None:
-            yield shown, times[-1] - times[0]
-        shown = frame
+    shown, times = None, list[Fraction]()
+    for packet in packets:
+        media.refuse(file, media.of(ENCRYPTED=packet.has_sidedata("encryption_info")))
+        for frame in packet.decode():
+            if frame.pts is None:
+                raise av.InvalidDataError(0, "a frame has no time stamp")
+            times = [*times[:1], frame.pts * frame.time_base]
+            if shown is not None:
+                yield *shown, times[-1] - times[0]
+            shown = frame, media.of_frame(frame, packet)
     if shown is not None:
-        yield shown, times[-1] - times[0] + interval
+        yield *shown, times[-1] - times[0] + interval
 
 
-def _picture(frame: av.VideoFrame, pixel: float, size: VideoConfig) -> np.ndarray:
-    """Return a frame as RGB of the size; `pixel` is the width of its pixels divided by their height."""
-    image = Image.fromarray(frame.to_ndarray(format="rgb24"))
-    turned = frame.rotation % 360
-    if turned in TURNS:
-        image = image.transpose(TURNS[turned])
-        pixel = pixel if turned == 180 else 1 / pixel
-    scale = max(size.width / (image.width * pixel), size.height / image.height)
-    width, height = min(size.width / scale / pixel, image.width), min(size.height / scale, image.height)
-    left, top = (image.width - width) / 2, (image.height - height) / 2
-    box = (left, top, left + width, top + height)
-    return np.asarray(image.resize((size.width, size.height), Image.Resampling.BICUBIC, box))
+def _picture(frame: av.VideoFrame, facts: Facts, pixel: float, size: VideoConfig) -> np.ndarray:
+    """Return a frame in RGB of the size, on white: uint8, or uint16 if its colors are to be converted.
+
+    `pixel` is the width of its pixels divided by their height.
+    """
+    deep, alpha = bool(facts & {Fact.HDR, Fact.WIDE}), Fact.ALPHA in facts
+    pixels = frame.to_ndarray(format=("rgba64le" if alpha else "rgb48le") if deep else "rgba" if alpha else "rgb24")
+    if alpha:
+        white = np.iinfo(pixels.dtype).max
+        clear = 1 - pixels[..., 3:] / white
+        pixels = (pixels[..., :3] * (1 - clear) + white * clear).round().astype(pixels.dtype)
+    if Fact.INTERLACED in facts:
+        pixels, pixel = pixels[::2], pixel / 2
+    a, b, c, d = media.turn_of(frame) or media.UNTURNED
+    if not a:
+        pixels, pixel = pixels.swapaxes(0, 1), 1 / pixel
+    pixels = np.ascontiguousarray(pixels[:: b + d, :: a + c])
+    parts = [pixels[..., i].astype(np.float32) for i in range(3)] if deep else [pixels]  # Pillow scales no such colors
+    scaled = [
+        np.asarray(cover(Image.fromarray(part), size.height, size.width, pixel, Image.Resampling.BICUBIC))
+        for part in parts
+    ]
+    return np.stack(scaled, -1).round().clip(0, 65535).astype(np.uint16) if deep else scaled[0]

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image as Picture
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.pictures import open_picture
+from unified_trainer.basics.pictures import open_picture, to_rgb
 from unified_trainer.basics.requests import Image, Prompt
 
 MOST_PIXELS = 2**24  # of one image
@@ -48,4 +48,4 @@ def _read(file: object, name: str) -> Image:
     except (binascii.Error, TypeError, ValueError) as error:
         raise UserError(f"{place}: {error}") from error
     with open_picture(content, place, ("PNG",), MOST_PIXELS) as opened:
-        return Image.of(np.array(opened.convert("RGB")))
+        return Image.of(np.array(to_rgb(opened)))

@@ -189,7 +189,12 @@ def test_bad_videos_are_listed_and_skipped(tmp_path, capsys):
     (folder / "2.mkv").write_bytes((folder / "2.mkv").read_bytes()[:400])
     assert called(folder, tmp_path / "out") == 0
     said = capsys.readouterr().out
-    assert "1 clip in" in said and "1 of them new" in said and "clips per second" in said and "2 videos skipped" in said
+    assert (
+        "1 clip in" in said
+        and "1 of them new" in said
+        and "clips per second" in said
+        and "3 clips: 1 used, 1 damaged, 1 left out (skipped.jsonl); " in said
+    )
     lines = [json.loads(line) for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()]
     assert [line["file"] for line in lines] == ["1.mkv", "2.mkv"]
     assert lines[0]["reason"] == "no caption: 1.txt is missing or empty"
@@ -289,7 +294,7 @@ def test_a_refusal_of_the_first_video_binds_no_settings(tmp_path, capsys):
     (folder / "0.txt").unlink()
     assert "0.txt is missing" in refused(capsys, folder, tmp_path / "out", "--strict")
     assert called(folder, tmp_path / "out", "--sampler.negative-prompt", "blurred") == 0
-    assert "1 video skipped" in capsys.readouterr().out
+    assert "1 left out" in capsys.readouterr().out
     assert "their negative_prompt is 'blurred'" in refused(capsys, folder, tmp_path / "out")
 
 

@@ -21,7 +21,7 @@ from unified_trainer.tools.progress import ItemProgress
 WHAT = "encoded clips"
 ABOUT = "preprocess.json"
 SKIPPED = "skipped.jsonl"
-PLURALS = {"clip": "clips", "prompt": "prompts", "trajectory": "trajectories", "video": "videos"}
+PLURALS = {"clip": "clips", "prompt": "prompts", "trajectory": "trajectories"}
 GROUP_BYTES = 8 * 2**20  # of a row group at most, where a row is smaller
 GROUPS = 8  # of a file at least, where it has as many rows
 
@@ -121,12 +121,11 @@ def add_row(written: ClipFolder, row: Mapping[str, object], progress: ItemProgre
         progress.note(f"{complete.name} is complete")
 
 
-def summarise(progress: ItemProgress, rows: int, kind: str, out: Path, new: int, skipped: int = 0) -> None:
-    """Say how many rows, each a `kind`, the folder holds at the end of a call, and the speed of it.
+def summarise(progress: ItemProgress, rows: int, kind: str, out: Path, new: int, before: str = "") -> None:
+    """Say how many rows, each a `kind`, the folder holds at the end of a call, and the speed of it, after `before`.
 
     The speed counts videos that were skipped too.
     """
     kinds = PLURALS[kind]
     speed = f", {progress.rate:.3g} {kinds} per second" if new else ""
-    left_out = f", {skipped} {'video' if skipped == 1 else PLURALS['video']} skipped" if skipped else ""
-    progress.say(f"{rows} {kind if rows == 1 else kinds} in {out}, {new} of them new{speed}{left_out}")
+    progress.say(f"{before}{rows} {kind if rows == 1 else kinds} in {out}, {new} of them new{speed}")

@@ -16,9 +16,10 @@ from unified_trainer.basics.requests import Image
 from unified_trainer.basics.terminal import say
 from unified_trainer.data.captioned import CaptionedVideo, find_videos
 from unified_trainer.data.fastvideo import I2V, T2V, TEXT_ONLY, image_columns, t2v_row, text_of, with_text
+from unified_trainer.data.media import DamagedError, Facts, VideoError, summary
 from unified_trainer.data.negative_prompt import use_negative_prompt, write_negative_prompt
 from unified_trainer.data.prompts import read_prompts
-from unified_trainer.data.video_reader import VideoError, read_clips, to_video
+from unified_trainer.data.video_reader import read_clips, to_video
 from unified_trainer.models.base import Codec, ImageEncoder, Prompt
 from unified_trainer.models.hub import is_hub_id
 from unified_trainer.parallel.device import Device
@@ -180,6 +181,7 @@ def _write_videos(
             raise UserError(f"{out} holds {video.name} with another caption: choose another folder, or remove it")
     left = [video for video in videos if video.name not in done]
     skipped: dict[str, str] = {}
+    facts, damaged = list[Facts](), 0
     size = f"{run.video.frames} frames of {run.video.height} x {run.video.width} at {run.video.fps:g} per second"
     with ItemProgress("videos", len(left)) as progress:
         progress.say(f"{len(left)} videos to encode, {len(videos) - len(left)} done before: {size}")
@@ -192,17 +194,21 @@ def _write_videos(
                     if strict:
                         raise clip
                     skipped[video.name] = str(clip).removeprefix(f"{video.file}: ")
+                    damaged += isinstance(clip, DamagedError)
                     progress.advance()
                     progress.note(f"skipped {clip}")
                 else:
-                    add_row(written, _row(video, clip, prompts[video.caption], codec, run, images=images), progress)
+                    row = _row(video, clip.frames, prompts[video.caption], codec, run, images=images)
+                    add_row(written, row, progress)
+                    facts.append(clip.facts)
         finally:
             written.finish()
             written.write_skipped(skipped)
         new = len(left) - len(skipped)
         if not done and not new:
             raise UserError(f"none of the {len(videos)} videos could be used: {out / SKIPPED} says why")
-        summarise(progress, len(done) + new, "clip", out, new, len(skipped))
+        counted = summary(facts, damaged, len(skipped) - damaged) + (f" ({SKIPPED})" if skipped else "")
+        summarise(progress, len(done) + new, "clip", out, new, f"{counted}; ")
 
 
 def _row(
