@@ -11,6 +11,7 @@ import sys
 import typing
 from pathlib import Path
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -281,4 +282,6 @@ def test_the_shipped_file_is_the_packages_and_needs_no_more_than_diffusers_does(
         "torch",
         "transformers",
         "diffusers",
+        "typing",
     }
+    assert f"runs on diffusers 0.35 to {diffusers.__version__}" in (place / "out" / "README.md").read_text()
