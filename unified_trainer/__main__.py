@@ -24,9 +24,11 @@ from unified_trainer.tools.overview import overview
 COMMANDS = {  # as text: `command_named` imports the one that is called
     "evaluate": "unified_trainer.tools.evaluate.evaluate:evaluate",
     "export": "unified_trainer.tools.export.export:export",
+    "extract-adapter": "unified_trainer.tools.export.adapters:extract_adapter",
     "import-hpsv2": "unified_trainer.tools.prepare.import_hpsv2:import_hpsv2",
     "import-hpsv3": "unified_trainer.tools.prepare.import_hpsv3:import_hpsv3",
     "import-weights": "unified_trainer.tools.prepare.import_weights:import_weights",
+    "merge": "unified_trainer.tools.export.adapters:merge",
     "plan": "unified_trainer.tools.plan.command:plan",
     "preprocess": "unified_trainer.tools.prepare.preprocess:preprocess",
     "push": "unified_trainer.tools.export.push:push",

@@ -34,7 +34,9 @@ from unified_trainer.data.row_kinds import ClipRows
 from unified_trainer.data.video_reader import read_clip, to_video
 from unified_trainer.models.adapter_file import open_adapter
 from unified_trainer.models.adapter_location import locate
+from unified_trainer.models.base import name_in
 from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.wan.configs import native_config
 from unified_trainer.models.wan.family import WAN
 from unified_trainer.models.wan.lora import published_layer
 from unified_trainer.parallel.meter import Meter
@@ -230,6 +232,15 @@ def test_published_adapters_name_the_layers_of_clip():
     }
     assert {layer: published_layer(layer) for layer in names} == names
     assert published_layer("condition_embedder.image_embedder.ff.net.2") == "img_emb.proj.3"
+
+
+@pytest.mark.parametrize(("kind", "theirs"), [("ti2v", "ti2v"), ("i2v", "i2v"), ("i2v with clip", "i2v")])
+def test_every_weight_has_a_name_in_wans_own_code(folders, kind, theirs):
+    weights = dict(WAN.model(folders[kind], "transformer").network.named_parameters())
+    names = {name_in(key, published_layer) for key in weights}
+    assert None not in names and len(names) == len(weights)
+    config = native_config(folders[kind] / "transformer", folders[kind])
+    assert config["model_type"] == theirs and config["in_dim"] == weights["patch_embedding.weight"].shape[1]
 
 
 def test_adapters_by_the_names_of_lightx2v_are_read(folders, tmp_path):

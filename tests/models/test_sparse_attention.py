@@ -312,6 +312,8 @@ def test_a_run_resumes_bit_for_bit_and_its_export_is_sampled_alike(tmp_path, mon
     monkeypatch.setattr(dynamic_modules_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
     out = tmp_path / "out"
+    assert main(["export", str(tmp_path / "whole"), str(out), "--layout", "wan"]) == 2
+    assert "--layout wan has no name for blocks.0.to_gate_compress" in capsys.readouterr().err and not out.exists()
     assert main(["export", str(tmp_path / "whole"), str(out)]) == 0
     (file,) = (out / "transformer").glob("*.safetensors")
     assert gate in load_file(file)

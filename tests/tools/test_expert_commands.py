@@ -175,10 +175,11 @@ def test_published_adapters_are_what_diffusers_loads_into_each_transformer(folde
     assert keys["diffusion_model.blocks.0.ffn.0.alpha"] == 3
 
 
-def test_a_layer_without_a_published_name_is_refused(tmp_path, capsys):
-    run("finetune", tmp_path / "run", "--student.adapter.rank", "2", "--student.adapter.layers", "proj_out")
-    message = refused(capsys, "export", tmp_path / "run", tmp_path / "out", "--adapter", "published")
-    assert "proj_out.lora_A.weight has no name in published Wan adapters" in message and not (tmp_path / "out").exists()
+def test_two_experts_in_the_layout_of_wans_own_code(saved, tmp_path):
+    assert main(["export", str(saved), str(tmp_path / "out"), "--layout", "wan"]) == 0
+    for expert, component in COMPONENTS.items():
+        weights = load_file(tmp_path / "out" / f"{expert}_noise_model" / FILE)
+        assert torch.equal(weights["blocks.0.ffn.2.bias"], held(saved)[expert]["blocks.0.ffn.net.2.bias"]), component
 
 
 @torch.no_grad()

@@ -252,6 +252,13 @@ def guided_by_scale(folder: Path, scale: float, config: EncoderConfig) -> Mappin
     return {"guidance_scale": scale}
 
 
+def name_in(weight: str, layer_name: Callable[[str], str | None]) -> str | None:
+    """Return a weight's name in a layout that names layers, and parameters without one, by `layer_name`."""
+    layer, _, kind = weight.rpartition(".")
+    whole, of_layer = layer_name(weight), layer_name(layer)
+    return whole or (of_layer and f"{of_layer}.{kind}")
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family: how a pipeline folder of one diffusers class is opened, and what its configs say.
@@ -302,6 +309,8 @@ class Family:
     adapter_files: tuple[str, str] = ("high_noise", "low_noise")
     # a layer's or parameter's name -> its name in published adapters; None if that is the same or if there is none
     published_layer: Callable[[str], str | None] = lambda layer: None
+    # layout of whole networks by `published_layer`: its name, and (network's folder, pipeline folder) -> its config
+    native: tuple[str, Callable[[Path, Path], dict[str, Any]]] | None = None
     # module that an export carries as pipeline.py: a diffusers pipeline that reads scheduler/sampler.json
     exported_pipeline: Path | None = None
     # folder -> its networks without weights, by which `plan` counts memory and FLOPs; None: it refuses the family

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow
 
 MOVING = flags({"student.ema-decay": 0.5, "student.learning-rate": 1e-2, "student.warmup-updates": 0})
 BESIDE = ("README.md", "pipeline.py", "scheduler", "unified_trainer.json")
+NATIVE = ("diffusion_pytorch_model.safetensors", "config.json")
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 
 
@@ -144,6 +145,49 @@ def test_what_is_written_is_compared_with_what_is_in_memory(saved, out, monkeypa
     monkeypatch.setattr(WanTransformer3DModel, "save_pretrained", spoil)
     assert "proj_out.bias is not written as it is in memory" in refused(capsys, "export", saved, out)
     assert not any(out.parent.iterdir())
+
+
+# In the layout of Wan's own code.
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_file_by_wans_names_is_imported_again_to_the_bit(saved, out, tmp_path, dtype):
+    exported(saved, tmp_path / "ours", "--dtype", dtype)
+    exported(saved, out, "--layout", "wan", "--dtype", dtype)
+    assert {path.name for path in out.iterdir()} == {*NATIVE, "README.md", "unified_trainer.json"}
+    assert main(["import-weights", str(out), str(tmp_path / "again"), "--base", "tiny", "--dtype", dtype]) == 0
+    assert files_of(tmp_path / "again" / "transformer") == files_of(tmp_path / "ours" / "transformer")
+    held, theirs = load_file(tmp_path / "ours" / WEIGHTS), load_file(out / NATIVE[0])
+    assert torch.equal(theirs["blocks.0.self_attn.q.weight"], held["blocks.0.attn1.to_q.weight"])
+    assert torch.equal(theirs["head.modulation"], held["scale_shift_table"]) and len(theirs) == len(held)
+    config = json.loads((out / NATIVE[1]).read_text())
+    assert {key: config[key] for key in ("_class_name", "model_type", "dim", "in_dim", "num_layers")} == {
+        "_class_name": "WanModel",
+        "model_type": "t2v",
+        "dim": 96,
+        "in_dim": 16,
+        "num_layers": 5,
+    }
+    assert "diffusers" not in (out / "README.md").read_text()
+
+
+def test_an_adapter_by_wans_names(adapted, out, tmp_path, capsys):
+    """Merged into one file, or alone as a published adapter; peft's layout has other names."""
+    exported(adapted, out, "--layout", "wan")
+    exported(adapted, tmp_path / "merged")
+    theirs, held = load_file(out / NATIVE[0]), load_file(tmp_path / "merged" / WEIGHTS)
+    assert torch.equal(theirs["blocks.0.cross_attn.o.weight"], held["blocks.0.attn2.to_out.0.weight"])
+    exported(adapted, tmp_path / "alone", "--layout", "wan", "--adapter", "published")
+    assert {path.name for path in (tmp_path / "alone").iterdir()} == {
+        "model.safetensors",
+        "README.md",
+        "unified_trainer.json",
+    }
+    absent = tmp_path / "absent"
+    words = ("--layout", "wan", "--adapter", "peft")
+    assert "take --adapter published" in refused(capsys, "export", adapted, absent, *words)
+    assert "Have: diffusers, wan" in refused(capsys, "export", adapted, absent, "--layout", "comfy")
+    assert not absent.exists()
 
 
 # The rest of the folder.

@@ -1,10 +1,17 @@
 """The pipeline of an export: the code of its README.md makes the very videos of `sample`, for every kind of export."""
 
+import ast
 import functools
+import inspect
 import json
+import os
 import re
+import subprocess
+import sys
+import typing
 from pathlib import Path
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -13,7 +20,6 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, WanPip
 from diffusers.utils import dynamic_modules_utils
 from expert_world import expert_folder
 from helpers import ALONE, WAN, copy_of, files_of, flags, run
-from safetensors import safe_open
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.requests import Request
@@ -24,8 +30,10 @@ from unified_trainer.tools.sample.sample import of_length, videos
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning"),  # RMSNorm in bf16
+    pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated:FutureWarning"),  # the name in every version
 ]
 
+OTHERS = [folder for folder in os.environ.get("DIFFUSERS_FOLDERS", "").split(os.pathsep) if folder]
 MOVING = {"student.learning-rate": 1e-2, "student.warmup-updates": 0}
 ADAPTER = MOVING | {"student.adapter.rank": 2, "student.adapter.alpha": 3}
 PROMPTS = ["a red circle moving left", "blue square moves up"]
@@ -192,9 +200,46 @@ def test_diffusers_loads_the_peft_export(runs, place):
         torch.testing.assert_close(model.velocity(*model.example()), expected, rtol=0, atol=1e-5)
         pipeline.disable_lora()
         assert float((model.velocity(*model.example()) - expected).abs().max()) > 1e-3
-    with safe_open(place / "out" / "pytorch_lora_weights.safetensors", "pt") as file:
-        facts = json.loads(file.metadata()["lora_adapter_metadata"])
-    assert (facts["transformer.r"], facts["transformer.lora_alpha"]) == (2, 3)
+
+
+# Other versions of diffusers.
+
+
+def test_the_constructor_has_annotations_that_diffusers_reads_from_0_35_on():
+    """Up to 0.36 it takes a class or a typing.Union for the type of a component, and finds none in `X | None`."""
+    parameters = dict(inspect.signature(exported_pipeline.TrainedWanPipeline.__init__, eval_str=True).parameters)
+    del parameters["self"]
+    kinds = {name: parameter.annotation for name, parameter in parameters.items()}
+    assert all(inspect.isclass(kind) or typing.get_origin(kind) is typing.Union for kind in kinds.values()), kinds
+    ast.parse(Path(exported_pipeline.__file__).read_text(), feature_version=(3, 10))
+
+
+@pytest.mark.skipif(
+    not OTHERS, reason="DIFFUSERS_FOLDERS names no folders of `pip install --target ... diffusers==...`"
+)
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [
+        ("whole", "sde", ()),
+        ("whole", "causal with guidance", ()),
+        ("whole", "ode", ("--dtype", "bf16")),
+        ("adapter", "sde", ("--adapter", "peft")),
+        ("split", "sde", ("--adapter", "published")),
+    ],
+)
+def test_the_code_of_the_model_card_runs_on_other_versions(runs, place, other, kind, name, words):
+    folder = with_sampler(runs / kind, place / "run", sampler=SAMPLERS[name])
+    (place / "wan").symlink_to(WAN)
+    exported(folder, *words)
+    (code,) = re.findall(r"```python\n(.*?)```", (place / "out" / "README.md").read_text(), re.DOTALL)
+    code += "\nimport diffusers, numpy\nprint(diffusers.__file__)\nnumpy.save('frames.npy', frames)"
+    told = os.environ | {"PYTHONPATH": other, "HF_HOME": str(place / "cache"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=told, capture_output=True, text=True, cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(other)
+    expected = sampled(folder, 0, prompts=PROMPTS[:1])[0].movedim(0, 3).numpy()
+    assert np.abs(np.load("frames.npy") - expected).max() < (0.3 if "bf16" in words else 1e-4)
 
 
 # The shipped files.
@@ -237,4 +282,6 @@ def test_the_shipped_file_is_the_packages_and_needs_no_more_than_diffusers_does(
         "torch",
         "transformers",
         "diffusers",
+        "typing",
     }
+    assert f"runs on diffusers 0.35 to {diffusers.__version__}" in (place / "out" / "README.md").read_text()

@@ -1,7 +1,7 @@
 """The configs of a WanPipeline folder: which fields the trainer depends on, and what they may be."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from diffusers import AutoencoderKLWan
 from pydantic import Field, model_validator
@@ -10,6 +10,7 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import Schema, read_as
 from unified_trainer.models.base import EXPERTS
 from unified_trainer.models.folder import check_described
+from unified_trainer.models.wan.attention import TEXT_TOKENS
 
 INDEX = "model_index.json"
 CLIP = "image_encoder"  # component of a folder
@@ -146,6 +147,20 @@ class TextEncoderConfig(Schema):
 def transformer_config(folder: Path, component: str = EXPERTS[0]) -> TransformerConfig:
     """Read the config of a transformer; UserError names file and field."""
     return read_as(TransformerConfig, folder / component / "config.json")
+
+
+def native_config(network: Path, folder: Path) -> dict[str, Any]:
+    """Return the config that Wan's own code, and ComfyUI beside the weights, has for a network of a pipeline folder."""
+    config, index = read_as(TransformerConfig, network / "config.json"), read_as(ModelIndex, folder / INDEX)
+    with_image = config.in_channels != config.out_channels
+    return {
+        "_class_name": "WanModel",
+        "model_type": "i2v" if with_image else "ti2v" if index.expand_timesteps else "t2v",
+        "dim": config.num_attention_heads * config.attention_head_dim,
+        **{"in_dim": config.in_channels, "out_dim": config.out_channels, "text_len": TEXT_TOKENS},
+        **{"num_heads": config.num_attention_heads, "num_layers": config.num_layers, "eps": config.eps},
+        **{"ffn_dim": config.ffn_dim, "freq_dim": config.freq_dim},
+    }
 
 
 def clip_shape(folder: Path) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Optional
 
 import torch
 from diffusers import (
@@ -104,12 +105,12 @@ class TrainedWanPipeline(WanPipeline):
         text_encoder: UMT5EncoderModel,
         vae: AutoencoderKLWan,
         scheduler: FlowMatchEulerDiscreteScheduler,
-        transformer: WanTransformer3DModel | None = None,
-        transformer_2: WanTransformer3DModel | None = None,
-        boundary_ratio: float | None = None,
+        transformer: Optional[WanTransformer3DModel] = None,  # noqa: UP045 - diffusers 0.36 reads no `X | None`
+        transformer_2: Optional[WanTransformer3DModel] = None,  # noqa: UP045
+        boundary_ratio: Optional[float] = None,  # noqa: UP045
         expand_timesteps: bool = False,
-        image_encoder: CLIPVisionModel | None = None,
-        image_processor: BaseImageProcessor | None = None,
+        image_encoder: Optional[CLIPVisionModel] = None,  # noqa: UP045
+        image_processor: Optional[BaseImageProcessor] = None,  # noqa: UP045
     ) -> None:
         networks = (transformer, transformer_2, boundary_ratio, expand_timesteps)
         super().__init__(tokenizer, text_encoder, vae, scheduler, *networks)

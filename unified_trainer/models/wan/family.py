@@ -19,6 +19,7 @@ from unified_trainer.models.wan.configs import (
     ModelIndex,
     check_folder,
     clip_shape,
+    native_config,
     transformer_config,
     vae_config,
 )
@@ -143,6 +144,7 @@ WAN = Family(
     experts=EXPERTS,
     published_adapter=published_adapter,
     published_layer=published_layer,
+    native=("wan", native_config),
     adapter_files=("high_noise_model", "low_noise_model"),  # as Wan2.2-Lightning names them
     exported_pipeline=Path(exported_pipeline.__file__),
     sparse=SparseWanModel.open_with,

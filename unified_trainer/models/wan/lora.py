@@ -29,7 +29,6 @@ OUTSIDE = {
     "scale_shift_table": "head.modulation",
 }
 KINDS = {"lora_A": "lora_down", "lora_B": "lora_up"}
-KEY = re.compile(r"(?P<layer>.+)\.(?P<kind>lora_[AB])\.weight")
 
 
 def published_layer(layer: str) -> str | None:
@@ -43,16 +42,18 @@ def published_layer(layer: str) -> str | None:
 def published_adapter(weights: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
     """Rename an adapter's weights, given by peft's names, to those of published Wan adapters, and add its alpha.
 
-    `blocks.0.attn1.to_q.lora_A.weight` becomes `diffusion_model.blocks.0.self_attn.q.lora_down.weight`. Raise UserError
-    for a layer that published adapters have no name for.
+    `blocks.0.attn1.to_q.lora_A.weight` becomes `diffusion_model.blocks.0.self_attn.q.lora_down.weight`. Outside of the
+    blocks, where diffusers reads no alpha, B is multiplied by alpha / rank. Raise UserError for a layer that published
+    adapters have no name for.
     """
     named = {}
     for key, weight in weights.items():
-        match = KEY.fullmatch(key)
-        name = published_layer(match["layer"]) if match else None
-        # diffusers reads no alpha of a layer outside the blocks
-        if match is None or name is None or not name.startswith("blocks."):
+        layer, kind = key.removesuffix(".weight").rsplit(".", 1)
+        name = published_layer(layer)
+        if name is None or name == "patch_embedding":  # which diffusers does not read
             raise UserError(f"{key} has no name in published Wan adapters: write the adapter with --adapter peft")
-        named[f"diffusion_model.{name}.{KINDS[match['kind']]}.weight"] = weight.detach().contiguous()
-        named[f"diffusion_model.{name}.alpha"] = torch.tensor(float(alpha))
+        outside = not name.startswith("blocks.")
+        scale = alpha / weight.shape[1] if outside and kind == "lora_B" else 1.0
+        named[f"diffusion_model.{name}.{KINDS[kind]}.weight"] = scale * weight.detach().contiguous()
+        named |= {} if outside else {f"diffusion_model.{name}.alpha": torch.tensor(float(alpha))}
     return named

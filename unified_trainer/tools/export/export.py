@@ -2,25 +2,29 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import tyro
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
+from safetensors.torch import load_file
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_json
+from unified_trainer.basics.suggestions import must_know
 from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import DTYPES
-from unified_trainer.models.base import VideoModel
+from unified_trainer.models.adapter_file import diffusers_adapter
+from unified_trainer.models.base import VideoModel, name_in
+from unified_trainer.models.folder import WEIGHTS
 from unified_trainer.models.tensor_file import write_tensors
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.run.checkpoint.manifest import Spec
 from unified_trainer.run.settings import config as settings
-from unified_trainer.tools.export.model_card import AdapterFile, write_model_card
+from unified_trainer.tools.export.model_card import DIFFUSERS, AdapterFile, write_model_card
 from unified_trainer.tools.export.scheduler import SAMPLER, euler_scheduler, sampler_file
 from unified_trainer.tools.load_run import LoadedRole, load_role
 from unified_trainer.tools.output_folder import check_empty, link_or_copy, new_folder
@@ -43,6 +47,7 @@ def export(
     dtype: Literal["fp32", "bf16"] = "fp32",
     adapter: Literal["merge", "peft", "published"] = "merge",
     components: Literal["link", "copy", "none"] = "link",
+    layout: str = DIFFUSERS,
     max_shard_size: str = "10GB",
     base: Path | None = None,
     families: tuple[str, ...] = (),
@@ -61,7 +66,9 @@ def export(
             each (published).
         components: Text encoder, VAE and the rest of the base: hard links (copies across file systems), copies, or
             none.
-        max_shard_size: Largest size of one file of weights.
+        layout: `wan` writes the network alone, in one file by Wan's own names, as ComfyUI and Wan's code read it; of
+            two experts in a folder each. With --adapter published it is the adapter.
+        max_shard_size: Largest size of one file of weights in the layout of diffusers.
         base: Pipeline folder that the role started from, if it is no longer where the run found it.
         families: Model families of your own, in place of those of the run.
     """
@@ -69,9 +76,10 @@ def export(
     loaded = load_role(run, role, base, Mesh(torch.device("cpu")), causal=False, families=families)
     if adapter != "merge" and not loaded.role.config.adapter.rank:
         raise UserError(f"--adapter {adapter}: {run} trained all weights of {role}; leave it out")
+    must_know("--layout", layout, [DIFFUSERS, *(loaded.family.native or ())[:1]])
+    if adapter == "peft" and layout != DIFFUSERS:
+        raise UserError(f"--adapter peft is for diffusers and peft: with --layout {layout}, take --adapter published")
     with new_folder(out) as folder:
-        _write_scheduler(loaded, folder)
-        _write_guider(loaded, folder)
         adapters = []
         if adapter == "peft":
             adapters = _write_adapters(loaded, folder)
@@ -79,11 +87,17 @@ def export(
             adapters = _write_published(loaded, folder)
         else:
             _write_network(loaded, folder, DTYPES[dtype], max_shard_size)
-            _write_components(loaded, folder, components)
-        _write_sampler(loaded, folder)
-        about = _about(loaded, role, run)
+        if layout == DIFFUSERS:
+            _write_scheduler(loaded, folder)
+            _write_guider(loaded, folder)
+            if adapter == "merge":
+                _write_components(loaded, folder, components)
+            _write_sampler(loaded, folder)
+        elif adapter == "merge":
+            _write_native(loaded, folder)
+        about = _about(loaded, role, run, layout)
         (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        write_model_card(loaded, Spec.of(run), folder, out.name, dtype, adapters)
+        write_model_card(loaded, Spec.of(run), folder, out.name, dtype, layout, adapters)
     say(f"{out}: {loaded.said}. {about['how']}")
 
 
@@ -116,19 +130,11 @@ def _write_adapters(loaded: LoadedRole, folder: Path) -> list[AdapterFile]:
             before = _velocity(model)
         loaded.role.save_adapter(expert, own)
         again = _read(loaded, loaded.base, loaded.layout.components[expert])
-        peft = PeftModel.from_pretrained(again.network, own, local_files_only=True)  # a folder that was just written
+        PeftModel.from_pretrained(again.network, own, local_files_only=True)  # a folder that was just written
         _must_agree(_velocity(again), before, WRITTEN, f"{loaded.said}: the adapter read again")
-        _write_for_diffusers(*loaded.role.adapter(expert), peft.peft_config["default"], own / LORA)
+        write_tensors(own / LORA, diffusers_adapter(*loaded.role.adapter(expert)), {"format": "pt"})
         written.append(AdapterFile(component, str((own / LORA).relative_to(folder))))
     return written
-
-
-def _write_for_diffusers(weights: Mapping[str, Tensor], alpha: float, config: LoraConfig, file: Path) -> None:
-    """Write an adapter as `load_lora_weights` reads it; without the metadata it would take the rank for alpha."""
-    named = {f"transformer.{key}": weight.detach().contiguous() for key, weight in weights.items()}
-    facts = {"r": config.r, "lora_alpha": alpha, "target_modules": sorted(config.target_modules)}
-    metadata = json.dumps({f"transformer.{key}": value for key, value in facts.items()})
-    write_tensors(file, named, {"format": "pt", "lora_adapter_metadata": metadata})
 
 
 def _write_published(loaded: LoadedRole, folder: Path) -> list[AdapterFile]:
@@ -141,6 +147,22 @@ def _write_published(loaded: LoadedRole, folder: Path) -> list[AdapterFile]:
         write_tensors(folder / file, named, {"format": "pt"})
         written.append(AdapterFile(loaded.components[expert], file))
     return written
+
+
+def _write_native(loaded: LoadedRole, folder: Path) -> None:
+    """Replace the written networks by one file each, in the family's own layout; those of two experts in folders."""
+    assert loaded.family.native is not None  # its name is known
+    places = loaded.family.adapter_files if loaded.layout.boundary is not None else ("",)
+    for component, place in zip(loaded.components.values(), places, strict=True):
+        weights = {key: w for file in (folder / component).glob("*.safetensors") for key, w in load_file(file).items()}
+        names = {key: name_in(key, loaded.family.published_layer) for key in weights}
+        if unnamed := [key for key, name in names.items() if name is None]:
+            raise UserError(f"--layout {loaded.family.native[0]} has no name for {unnamed[0]}: leave --layout out")
+        (folder / place).mkdir(exist_ok=True)
+        write_tensors(folder / place / f"{WEIGHTS}.safetensors", {str(names[key]): w for key, w in weights.items()})
+        config = loaded.family.native[1](folder / component, loaded.base)
+        (folder / place / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        shutil.rmtree(folder / component)
 
 
 def _write_scheduler(loaded: LoadedRole, folder: Path) -> None:
@@ -198,27 +220,32 @@ def _must_agree(velocity: Tensor, expected: Tensor, tolerance: float, what: str)
 def _write_components(loaded: LoadedRole, folder: Path, how: Literal["link", "copy", "none"]) -> None:
     """Write the rest of the pipeline; a scheduler that is written already is the run's own."""
     index = read_json(loaded.base / INDEX)
-    index.pop("_name_or_path", None)  # a path on the machine that wrote the base
     scheduler = euler_scheduler(loaded.run.sampler, given=loaded.family.given_levels(loaded.base))
     if scheduler is not None:
         index["scheduler"] = ["diffusers", type(scheduler).__name__]
     if loaded.layout.boundary is not None:
         high, low = loaded.family.experts
         index |= {low: index[high], "boundary_ratio": loaded.layout.boundary}
-    if how == "none":
-        return
+    if how != "none":
+        write_components(loaded.base, folder, index, link_or_copy if how == "link" else shutil.copyfile)
+
+
+def write_components(base: Path, folder: Path, index: Mapping[str, Any], place: Callable[..., object]) -> None:
+    """Write the index of a pipeline and the components of its base that `folder` lacks; `place` copies a file."""
+    index = {key: value for key, value in index.items() if key != "_name_or_path"}  # a path on another machine
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     present = [name for name, entry in index.items() if isinstance(entry, list) and entry[0] is not None]
-    place = link_or_copy if how == "link" else shutil.copyfile
     for name in present:
         if not (folder / name).exists():
-            shutil.copytree(loaded.base / name, folder / name, copy_function=place)
+            shutil.copytree(base / name, folder / name, copy_function=place)
 
 
-def _about(loaded: LoadedRole, role: str, spec: str) -> dict[str, Any]:
+def _about(loaded: LoadedRole, role: str, spec: str, layout: str) -> dict[str, Any]:
     """Say where the folder comes from, without a path of this machine, and how diffusers samples as the run does."""
     sampler, name = loaded.run.sampler, Spec.of(spec)
-    if loaded.role.config.is_flow_map:
+    if layout != DIFFUSERS:
+        how = f"ComfyUI and {layout.capitalize()}'s own code read it; README.md names noise levels and guidance"
+    elif loaded.role.config.is_flow_map:
         how = "diffusers' own pipeline drops the layer by which a flow map reads the length of a step"
     elif euler_scheduler(sampler, given=loaded.family.given_levels(loaded.base)) is None:
         how = "diffusers has no scheduler for its sampler"
@@ -227,7 +254,7 @@ def _about(loaded: LoadedRole, role: str, spec: str) -> dict[str, Any]:
         how = f"With the scheduler alone, sample with {alone}"
         if sampler.solver == "sde" and sampler.num_steps > 1:
             how += "; the noise of its sde then comes from torch.manual_seed, not from the generator of the pipeline"
-    if loaded.family.exported_pipeline is not None:
+    if loaded.family.exported_pipeline is not None and layout == DIFFUSERS:
         how = f"Its {PIPELINE} makes the videos of `sample`: README.md shows how. {how}"
     return {
         "role": role,

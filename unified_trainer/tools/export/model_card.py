@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from unified_trainer.basics.versions import version_of
 from unified_trainer.run.checkpoint.manifest import Spec, folders, step_of
 from unified_trainer.run.registry import method_named
 from unified_trainer.run.settings.config import RunConfig
@@ -17,6 +18,8 @@ from unified_trainer.tools.load_run import LoadedRole
 
 PROMPT = "a red circle moving left"  # of the example
 IMAGE = "first_frame.png"  # of the example, of a student that needs one
+DIFFUSERS = "diffusers"
+OLDEST = "0.35"  # of diffusers, on which pipeline.py runs
 CARD, SHEET = "README.md", "contact_sheet.png"
 DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
 SEEDS = """and makes the videos that `python -m unified_trainer sample RUN --seed 0` makes of the run. There, prompt i
@@ -32,7 +35,7 @@ class AdapterFile(NamedTuple):
 
 
 def write_model_card(
-    loaded: LoadedRole, spec: Spec, folder: Path, name: str, dtype: str, adapters: Sequence[AdapterFile]
+    loaded: LoadedRole, spec: Spec, folder: Path, name: str, dtype: str, layout: str, adapters: Sequence[AdapterFile]
 ) -> None:
     """Write README.md into an export, with front matter for the hub, and the contact sheet of the last validation.
 
@@ -43,7 +46,7 @@ def write_model_card(
     method = _last_name(loaded.run.method)
     makes = "image" if loaded.run.video.frames == 1 else "video"
     task = f"{'image' if _needs_image(loaded) else 'text'}-to-{makes}"
-    front: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": task}
+    front: dict[str, Any] = {"pipeline_tag": task} | ({"library_name": layout} if layout == DIFFUSERS else {})
     if hub_name:
         front |= {"base_model": base, "base_model_relation": "adapter" if adapters else "finetune"}
     front["tags"] = ["unified-trainer", method, *(["lora"] if adapters else [])]
@@ -59,8 +62,9 @@ def write_model_card(
             shutil.copyfile(sheet, folder / SHEET)
             parts.append(f"![frames of the validation's first samples]({SHEET})")
         parts.append(_table({key: f"{value:.4g}" for key, value in metrics.items()}))
-    if loaded.family.exported_pipeline is not None:
-        says = f"`{name}` is this folder, or its name on the hub. `pipeline.py` reads `{SAMPLER}`\n{SEEDS}"
+    if loaded.family.exported_pipeline is not None and layout == DIFFUSERS:
+        runs = f"runs on diffusers {OLDEST} to {version_of(DIFFUSERS)} and Python 3.10 or newer"
+        says = f"`{name}` is this folder, or its name on the hub. `pipeline.py` {runs}. It reads `{SAMPLER}`\n{SEEDS}"
         parts += ["## Sample", says, f"```python\n{sample_code(loaded, name, base, dtype, adapters)}\n```"]
     (folder / CARD).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
@@ -77,7 +81,7 @@ def sample_code(loaded: LoadedRole, name: str, base: str, dtype: str, adapters: 
     given = f"{{{given}}}" if half else DTYPES["fp32"]
     first = f'"{base}", custom_pipeline="{name}"' if adapters else f'"{name}", custom_pipeline="pipeline"'
     imports, lines = ["import torch"], []
-    lines += ["pipe = DiffusionPipeline.from_pretrained(", f"    {first},", f"    dtype={given},"]
+    lines += ["pipe = DiffusionPipeline.from_pretrained(", f"    {first},", f"    torch_dtype={given},"]
     lines += ["    trust_remote_code=True,", ")"]
     if adapters and len(networks) > len(set(loaded.layout.components.values())):  # two experts of one network
         imports = ["import copy", "", *imports]

@@ -15,7 +15,7 @@ from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.input_files import check_file, read_json
 from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import DTYPES
-from unified_trainer.models.base import VideoModel
+from unified_trainer.models.base import VideoModel, name_in
 from unified_trainer.models.folder import listed_files
 from unified_trainer.models.sparse_attention import SparseAttentionConfig
 from unified_trainer.models.tensor_file import opened
@@ -180,18 +180,11 @@ def _layout(
     """Return the layout that has most of the keys, and its names of our weights."""
     layouts = {
         "diffusers'": {key: key for key in ours},
-        "Wan's": {_renamed(key, published): key for key in ours},
-        "FastVideo's": {_renamed(key, _fastvideo_layer): key for key in ours},
+        "Wan's": {name_in(key, published) or key: key for key in ours},
+        "FastVideo's": {name_in(key, _fastvideo_layer) or key: key for key in ours},
     }
     best = max(layouts, key=lambda layout: len(layouts[layout].keys() & held.keys()))
     return best, layouts[best]
-
-
-def _renamed(key: str, layer_name: Callable[[str], str | None]) -> str:
-    """Return another layout's name of a weight; parameters have no layer, and unnamed layers keep their name."""
-    layer, _, kind = key.rpartition(".")
-    whole, of_layer = layer_name(key), layer_name(layer)
-    return whole or (f"{of_layer}.{kind}" if of_layer else key)
 
 
 def _fastvideo_layer(layer: str) -> str | None:
