@@ -54,7 +54,6 @@ def test_a_path_that_is_a_link_to_nothing_is_named(tmp_path):
         ({"flow_shift": 5.0}, "sampler.shift is 3, but the model's scheduler has 5.000"),
         ({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 7.0}, "sampler.shift is 3, .* has 7.000"),
         ({"_class_name": "FlowMatchLCMScheduler"}, "FlowMatchLCMScheduler, adds fresh noise .* --sampler.solver sde"),
-        ({"use_karras_sigmas": True}, "spaces its levels by use_karras_sigmas"),
     ],
 )
 def test_a_scheduler_of_other_levels_gets_a_note(tmp_path, change, said):

@@ -11,19 +11,15 @@ from unified_trainer.basics.input_files import Schema, read_as
 from unified_trainer.sampling.solver import SamplerConfig
 
 NEAR = 0.01  # of the shift
-SPACED = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")  # other spacings of levels
 
 
 class SchedulerConfig(Schema):
-    """scheduler_config.json, as far as levels and predictions depend on it; other spacings are named by a note."""
+    """scheduler_config.json, as far as the shift and what the network predicts depend on it."""
 
     class_name: str = Field("", alias="_class_name")
-    prediction_type: str = "flow_prediction"
+    prediction_type: str | None = "flow_prediction"
     shift: float | None = Field(None, gt=0)  # as FlowMatchEulerDiscreteScheduler names it
     flow_shift: float | None = Field(None, gt=0)  # as UniPC and others name it
-    use_karras_sigmas: bool | None = False
-    use_exponential_sigmas: bool | None = False
-    use_beta_sigmas: bool | None = False
     use_dynamic_shifting: bool = False
     base_image_seq_len: int = Field(256, ge=1, le=2**30)
     max_image_seq_len: int = Field(4096, ge=2, le=2**30)
@@ -55,7 +51,7 @@ def shift_of_size(folder: Path, tokens: int) -> float | None:
 def _config(folder: Path) -> SchedulerConfig:
     file = folder / "scheduler" / "scheduler_config.json"
     config = read_as(SchedulerConfig, file) if file.is_file() else SchedulerConfig()
-    if config.prediction_type != "flow_prediction":
+    if config.prediction_type not in (None, "flow_prediction"):
         raise UserError(
             f"{file}: prediction_type is {config.prediction_type}, but networks predict velocities here: take a model "
             "of flow matching; if this is one, write flow_prediction"
@@ -66,8 +62,7 @@ def _config(folder: Path) -> SchedulerConfig:
 def note_scheduler(folder: Path, tokens: int, sampler: SamplerConfig) -> str:
     """Return notes on what the model's scheduler does and the run's sampler does not; UserError for no velocities."""
     config, own = _config(folder), shift_of_size(folder, tokens)
-    spaced = [name for name in SPACED if dict(config)[name]]
-    notes = [f"the model's scheduler spaces its levels by {name}, which the sampler does not" for name in spaced]
+    notes = []
     if "LCM" in config.class_name and sampler.solver != "sde":
         notes += [
             f"the model's scheduler, {config.class_name}, adds fresh noise at each step, as --sampler.solver sde does"

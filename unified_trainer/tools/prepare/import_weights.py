@@ -32,24 +32,26 @@ from unified_trainer.tools.prepare.weight_source import read_source
 
 INDEX, GATE, FLAT = "model_index.json", ".to_gate_compress.", "patch_embedding"
 TIED = {"shared.weight", "encoder.embed_tokens.weight"}  # two names of one weight of T5
-# Parts of our names, in the order in which they are replaced by those of Wan's VAE and T5, and of FastVideo's network.
-VAE = [("mid_block.resnets.0", "middle.0"), ("mid_block.attentions.0", "middle.1"), ("mid_block.resnets.1", "middle.2")]
-VAE += [(f".{n}.", f".residual.{m}.") for n, m in (("norm1", 0), ("conv1", 2), ("norm2", 3), ("conv2", 6))]
-VAE += [("down_blocks", "downsamples"), ("conv_shortcut", "shortcut"), ("norm_out", "head.0"), ("conv_out", "head.2")]
-VAE += [("conv_in", "conv1"), ("post_quant_conv", "conv2"), ("quant_conv", "conv1")]
-T5 = [("encoder.block.", "blocks."), (".layer.0.SelfAttention.relative_attention_bias", ".pos_embedding.embedding")]
-T5 += [(".layer.0.SelfAttention.", ".attn."), (".layer.0.layer_norm", ".norm1"), (".layer.1.layer_norm", ".norm2")]
-T5 += [(f".layer.1.DenseReluDense.{n}.", f".ffn.{m}.") for n, m in (("wi_0", "gate.0"), ("wi_1", "fc1"), ("wo", "fc2"))]
-T5 += [("encoder.final_layer_norm", "norm"), ("encoder.embed_tokens", "token_embedding"), ("shared", "token_embedding")]
-FASTVIDEO = [("patch_embedding.", "patch_embedding.proj."), ("text_embedder.linear_1", "text_embedder.fc_in")]
-FASTVIDEO += [("text_embedder.linear_2", "text_embedder.fc_out"), ("time_embedder.linear_1", "time_embedder.mlp.fc_in")]
-FASTVIDEO += [("time_embedder.linear_2", "time_embedder.mlp.fc_out"), ("time_proj", "time_modulation.linear")]
-FASTVIDEO += [
-    ("der.norm2", "der.?"),
-    (".norm2.", ".self_attn_residual_norm.norm."),
-    ("?", "norm2"),
-]  # not an embedder's
-FASTVIDEO += [("attn1.", ""), ("to_out.0", "to_out"), ("net.0.proj.", "fc_in."), ("net.2.", "fc_out.")]
+
+
+def _pairs(words: str) -> list[tuple[str, str]]:
+    listed = words.split()
+    return list(zip(listed[::2], listed[1::2], strict=True))
+
+
+# Parts of our names, each before what replaces it, in the order in which they are replaced.
+VAE = _pairs("""mid_block.resnets.0 middle.0 mid_block.attentions.0 middle.1 mid_block.resnets.1 middle.2
+.norm1. .residual.0. .conv1. .residual.2. .norm2. .residual.3. .conv2. .residual.6. conv_shortcut shortcut
+down_blocks downsamples norm_out head.0 conv_out head.2 conv_in conv1 post_quant_conv conv2 quant_conv conv1""")
+T5 = _pairs(""".layer.0.SelfAttention.relative_attention_bias .pos_embedding.embedding .layer.0.SelfAttention .attn
+.layer.0.layer_norm .norm1 .layer.1.layer_norm .norm2 .layer.1.DenseReluDense.wi_0 .ffn.gate.0
+.layer.1.DenseReluDense.wi_1 .ffn.fc1 .layer.1.DenseReluDense.wo .ffn.fc2 encoder.block. blocks.
+encoder.final_layer_norm norm encoder.embed_tokens token_embedding shared token_embedding""")
+FASTVIDEO = _pairs("""patch_embedding. patch_embedding.proj. text_embedder.linear_1 text_embedder.fc_in
+text_embedder.linear_2 text_embedder.fc_out time_embedder.linear_1 time_embedder.mlp.fc_in
+time_embedder.linear_2 time_embedder.mlp.fc_out time_proj time_modulation.linear
+image_embedder.norm2 image_embedder.? .norm2. .self_attn_residual_norm.norm. ? norm2
+.attn1. . to_out.0 to_out net.0.proj. fc_in. net.2. fc_out.""")
 REPLACED = {"Wan's T5": T5, "FastVideo's": FASTVIDEO}
 
 
@@ -77,12 +79,7 @@ class Layout(NamedTuple):
             return 0
 
 
-class Network(NamedTuple):
-    """The keys of a source that are one network, without what stands before them."""
-
-    prefix: str
-    layout: Layout
-    held: dict[str, Stored]
+Network = tuple[str, Layout, dict[str, Stored]]  # what stands before its keys, their names, and what reads each
 
 
 def import_weights(
@@ -124,7 +121,7 @@ def import_weights(
     elif component in family.networks(folder)[0]:
         model = family.model(folder, component)
     shapes = _shapes(model, place)
-    network = _chosen(found, shapes, _layouts(place, family, shapes), source, part)
+    network = prefix, layout, _ = _chosen(found, shapes, _layouts(place, family, shapes), source, part)
     kind = component_class(folder / INDEX, *entry) if model is None else type(model.network)
     weights = _weights(network, shapes, kind, source, place)
     with new_folder(out) as built:
@@ -141,8 +138,8 @@ def import_weights(
                 shutil.copytree(folder / name, built / name, copy_function=link_or_copy)
         named.pop("_name_or_path", None)
         (built / INDEX).write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")
-    of_part = f" of {network.prefix.rstrip('.')}" if network.prefix else ""
-    by = f"by {network.layout.name} names" + ", with sparse attention" * sparse
+    of_part = f" of {prefix.rstrip('.')}" if prefix else ""
+    by = f"by {layout.name} names" + ", with sparse attention" * sparse
     say(f"{out}: {len(weights)} weights{of_part} from {source}, {by}")
 
 
@@ -159,18 +156,14 @@ def _shapes(model: VideoModel | None, place: Path) -> dict[str, tuple[int, ...]]
 
 def _layouts(place: Path, family: Family, shapes: Mapping[str, Any]) -> list[Layout]:
     """Return the layouts in which other programs write a component; one that fits as well as an earlier one is not."""
-    same = {key: key for key in shapes}
-    tables = [
-        ("the base's", same),
-        *(("the base's", same | dict.fromkeys(TIED & shapes.keys(), name)) for name in TIED),
-    ]
-    tables += [("Wan's", {key: _renamed(key, family.published_layer) for key in shapes})]
-    tables += [(name, {key: _replaced(key, parts) for key in shapes}) for name, parts in REPLACED.items()]
-    config = read_json(place / "config.json")
-    tables += [("Wan's VAE", {key: _replaced(_flat_vae(key, config), VAE) for key in shapes})]
+    config, same = read_json(place / "config.json"), {key: key for key in shapes}
+    layouts = [Layout("the base's", same)]
+    layouts += [Layout("the base's", same | dict.fromkeys(TIED & shapes.keys(), name)) for name in sorted(TIED)]
+    layouts += [Layout("Wan's", {key: _renamed(key, family.published_layer) for key in shapes})]
+    layouts += [Layout(name, {key: _replaced(key, parts) for key in shapes}) for name, parts in REPLACED.items()]
+    layouts += [Layout("Wan's VAE", {key: _replaced(_flat_vae(key, config), VAE) for key in shapes})]
     kept = SINGLE_FILE_LOADABLE_CLASSES.get(str(config.get("_class_name")), {}).get("checkpoint_mapping_fn")
-    converter = [Layout("the original code's", same, partial(kept, config=config))] if kept else []
-    return [*(Layout(*table) for table in tables), *converter]
+    return [*layouts, *([Layout("the original code's", same, partial(kept, config=config))] if kept else [])]
 
 
 def _check_config(source: Path, place: Path) -> None:
@@ -202,9 +195,9 @@ def _chosen(
         held = {key.removeprefix(prefix): stored for key, stored in rest.items() if key.startswith(prefix)}
         known = [layout.known(held) for layout in layouts]
         if 2 * max(known) >= len(shapes):
-            networks.append(Network(prefix, layouts[known.index(max(known))], held))
+            networks.append((prefix, layouts[known.index(max(known))], held))
             rest = {key: stored for key, stored in rest.items() if not key.startswith(prefix)}
-    words = {network.prefix: network.prefix.rstrip(".") or "(none)" for network in networks}
+    words = {prefix: prefix.rstrip(".") or "(none)" for prefix, *_ in networks}
     if not networks:
         some = ", ".join(sorted(found)[:3]) or "no tensors"
         adapter = "; it is an adapter: name it by --student.adapter.path" * any("lora_" in key for key in found)
@@ -212,7 +205,7 @@ def _chosen(
             f"{source} holds no network with the weights of --base, such as {', '.join(sorted(shapes)[:2])}, in any "
             f"layout that is read; it holds {some}{adapter}"
         )
-    chosen = [one for one in networks if part is None or part in (words[one.prefix], one.prefix.partition(".")[0])]
+    chosen = [one for one in networks if part is None or part in (words[one[0]], one[0].partition(".")[0])]
     if len(chosen) != 1:
         have = ", ".join(sorted(words.values()))
         asked = "several networks" if part is None else f"no single network {part}"
@@ -224,14 +217,10 @@ def _weights(
     network: Network, shapes: Mapping[str, tuple[int, ...]], kind: Any, source: Path, place: Path
 ) -> dict[str, Tensor]:
     """Return the finite float32 weights by our names; UserError for keys and shapes that are not the base's."""
-    layout = network.layout
-    spare = TIED if TIED & shapes.keys() else set[str]()
-    given_names = set(layout.theirs.values())
-    held = {
-        key: stored
-        for key, stored in network.held.items()
-        if key in given_names or not (key in spare or is_ignored(key, kind))
-    }
+    _, layout, found = network
+    names, spare = set(layout.theirs.values()), TIED if TIED & shapes.keys() else set[str]()
+    ignored = {key for key in found.keys() - names if key in spare or is_ignored(key, kind)}
+    held = {key: stored for key, stored in found.items() if key not in ignored}
     with reading_config(source, f"{layout.name} {kind.__name__}"):
         outline = layout.convert(_outline(held))
     unknown = sorted(key[1:] for key in outline if key.startswith("?") and not is_ignored(key[1:], kind))
@@ -280,11 +269,8 @@ def _flat_vae(key: str, config: Mapping[str, Any]) -> str:
     def place(found: re.Match[str]) -> str:
         side, block, number = found[1], int(found[2]), found[3]
         place = int(number) if number else layers + (side == "up")
-        return (
-            f"{side}samples.{block}.{side}samples.{place}."
-            if nested
-            else f"{side}samples.{block * (layers + 2) + place}."
-        )
+        of_all = block * (layers + 2) + place
+        return f"{side}samples.{block}.{side}samples.{place}." if nested else f"{side}samples.{of_all}."
 
     return re.sub(r"(down|up)_blocks\.(\d+)\.(?:resnets\.(\d+)|\w+samplers?(?:\.0)?)\.", place, key)
 
