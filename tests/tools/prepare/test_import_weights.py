@@ -253,7 +253,7 @@ def test_names_of_wans_first_vae_are_those_that_diffusers_converts():
     assert len(converted) == len(vae.state_dict()) and all(ours == key for ours, key in converted.items())
 
 
-def test_a_single_file_of_another_family(tmp_path):
+def test_a_single_file_of_another_family(tmp_path, capsys):
     """LTX-Video as its authors write it, beside its VAE, by diffusers' own conversion."""
     sizes = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2}
     network = LTXVideoTransformer3DModel(cross_attention_dim=24, caption_channels=24, **sizes)
@@ -271,6 +271,11 @@ def test_a_single_file_of_another_family(tmp_path):
 
     got = imported()
     assert got.keys() == held.keys() and all(torch.equal(got[key], held[key]) for key in held)
+    assert "numbers" not in capsys.readouterr().out
+    theirs["model.diffusion_model.vae_more"] = torch.ones(1)  # diffusers' converter leaves it out
+    assert imported().keys() == held.keys()
+    numbers = sum(weight.numel() for weight in held.values())
+    assert f"makes {numbers} numbers of transformer from the {numbers + 1} of this part" in capsys.readouterr().out
     theirs["model.diffusion_model.more"] = torch.ones(1)
     with pytest.raises(UserError, match=r"ltx.safetensors: unknown key more, by the original code's names"):
         imported()
