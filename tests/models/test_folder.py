@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from helpers import ALONE, CPU, WAN, copy_of, rewrite
 from safetensors.torch import load_file, save_file
 
+from unified_trainer.basics.errors import UserError
+from unified_trainer.models.folder import check_component, load_strictly
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone
@@ -67,6 +69,49 @@ def test_sharded_files_are_read_by_their_index(folder):
     (folder / "transformer" / f"{FILE}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
     state = WanModel.load(folder, CPU).network.state_dict()
     assert all(torch.equal(state[key], value) for key, value in held.items())
+
+
+@pytest.mark.parametrize("stale", [1, 2])
+def test_a_weight_in_several_files_is_that_of_the_index(tmp_path, stale):
+    """Of a network whose shards are read by each rank, and of a VAE that diffusers reads."""
+    for component, load in (
+        ("transformer", lambda: WanModel.load(tmp_path, CPU).network),
+        ("vae", lambda: load_strictly(AutoencoderKLWan, tmp_path / "vae")),
+    ):
+        place = copy_of(WAN / component, tmp_path / component)
+        held = load_file(place / FILE)
+        (place / FILE).unlink()
+        one, two = (f"diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (stale, 3 - stale))
+        key = next(key for key in sorted(held) if key.endswith("bias"))
+        save_file(held | {key: held[key] + 1}, place / one)
+        save_file({key: held[key]}, place / two)
+        home = dict.fromkeys(held, one) | {key: two}
+        (place / f"{FILE}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": home}))
+        assert torch.equal(load().state_dict()[key], held[key])
+        (place / f"{FILE}.index.json").write_text(json.dumps({"weight_map": home | {"proj_out.bias": two}}))
+        with pytest.raises(UserError, match=rf"weight_map places \S+ in {two}, which lacks it"):
+            check_component(place, "diffusion_pytorch_model")
+
+
+def test_a_link_to_nothing_is_named(folder):
+    """A file, the index, a shard, and the folder around them."""
+    file, index = folder / "transformer" / FILE, folder / "transformer" / f"{FILE}.index.json"
+    file.rename(folder / "weights")
+    file.symlink_to(folder / "gone")
+    with pytest.raises(UserError, match=rf"{FILE} is a link to .*gone, which is not there"):
+        WanModel.load(folder, CPU)
+    index.write_text(json.dumps({"weight_map": {"a": FILE}}))
+    with pytest.raises(UserError, match=rf"{FILE} is a link to .*gone, which is not there"):
+        WanModel.load(folder, CPU)
+    index.unlink()
+    file.unlink()
+    (folder / "weights").rename(file)
+    index.symlink_to(folder / "gone")
+    with pytest.raises(UserError, match=r"index\.json is a link to .*gone, which is not there"):
+        WanModel.load(folder, CPU)
+    (folder / "link").symlink_to(folder / "gone")
+    with pytest.raises(UserError, match=r"link is a link to .*gone, which is not there"):
+        WanModel.load(folder / "link", CPU)
 
 
 def test_the_same_weights_twice_are_refused(folder):

@@ -65,7 +65,7 @@ from unified_trainer.roles import blocks
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone, hold_in_bf16
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable
-from unified_trainer.run.plan.shift import note_shift, shift_of_size
+from unified_trainer.run.plan.shift import note_scheduler, shift_of_size
 from unified_trainer.run.registry import METHODS, family_of, method_named
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.sampling.solver import SamplerConfig, generate
@@ -415,8 +415,9 @@ def test_the_shift_of_a_size_is_the_pipelines_own(qwen, sides):
     scheduler.set_timesteps(sigmas=[1.0, 0.5], mu=mu)
     shift = shift_of_size(qwen, tokens)
     assert float(scheduler.sigmas[1]) == pytest.approx(shift_sigma(0.5, shift), abs=1e-6)
-    assert note_shift(qwen, tokens, shift) == "" and shift_of_size(WAN, tokens) is None
-    assert f"the model's scheduler has {shift:.3f} for samples of {tokens} tokens" in note_shift(qwen, tokens, 9.0)
+    assert note_scheduler(qwen, tokens, SamplerConfig(shift=shift)) == "" and shift_of_size(WAN, tokens) == 3
+    said = f"the model's scheduler has {shift:.3f} for samples of {tokens} tokens"
+    assert said in note_scheduler(qwen, tokens, SamplerConfig(shift=9.0))
 
 
 def test_levels_of_a_size_are_those_of_the_folders_scheduler(folders):

@@ -46,6 +46,10 @@ def check_file(file: Path, key: str = "") -> None:
     try:
         mode = file.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
+        if link := next((path for path in (file, *file.parents) if path.is_symlink() and not path.exists()), None):
+            raise MissingFileError(
+                f"{place}: {link} is a link to {link.readlink()}, which is not there; fetch it again"
+            ) from error
         raise MissingFileError(f"{place}: no such file" if key else f"{place} is missing") from error
     except OSError as error:
         raise UserError(f"{place} cannot be read: {error.strerror}") from error

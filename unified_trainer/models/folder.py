@@ -15,12 +15,12 @@ from pydantic import Field
 from torch import nn
 
 from unified_trainer.basics.errors import MissingFileError, NotFiniteError, UserError
-from unified_trainer.basics.input_files import Schema, checked, declared, read_as, read_json
+from unified_trainer.basics.input_files import Schema, check_file, checked, declared, read_as, read_json
 from unified_trainer.models.layout import arguments_of, check_layout, reading_config
-from unified_trainer.models.tensor_file import floating_shapes
+from unified_trainer.models.tensor_file import floating_shapes, opened
 from unified_trainer.parallel.fsdp import local_part, storage_device, to_local
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.parallel.reading import fill, shapes_in
+from unified_trainer.parallel.reading import fill
 
 M = TypeVar("M", bound=Any)  # a class of another library
 TOKENIZERS = ("tokenizer.json", "spiece.model", "vocab.json")
@@ -56,28 +56,41 @@ class WeightIndex(Schema):
     weight_map: dict[str, str]  # file by the name of the weight
 
 
-def check_component(folder: Path, weights: str, spare: tuple[str, ...] = ()) -> dict[str, tuple[int, ...]]:
+def check_component(folder: Path, weights: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a component's weights, from the headers of its files.
 
-    Raise UserError, naming the file, unless config and weights are there, whole, and of floating-point numbers. Keys
-    that end in one of `spare` may hold something else.
+    Raise UserError, naming the file, unless config and weights are there, whole, and of floating-point numbers.
     """
     read_json(folder / "config.json")
+    return _held(folder, weights)[0]
+
+
+def _held(folder: Path, weights: str) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Return the shapes of a component's weights, and the file, by its index, of each that several files hold."""
     files = sorted(folder.glob(f"{weights}*.safetensors"))
     if not files:
         raise MissingFileError(f"{folder} holds no {weights}*.safetensors: half-written, or downloaded without weights")
-    listed_files(folder, weights)
-    return {key: shape for file in files for key, shape in floating_shapes(file, spare).items()}
-
-
-def listed_files(folder: Path, weights: str) -> set[str] | None:
-    """Return the files that the index of a component names, or None without an index; UserError for an absent one."""
     index = folder / f"{weights}.safetensors.index.json"
-    if not index.is_file():
-        return None
-    listed = set(read_as(WeightIndex, index).weight_map.values())
-    if absent := sorted(name for name in listed if "/" in name or not (folder / name).is_file()):
-        raise MissingFileError(f"{index}: weight_map names {absent[0]}, which is not in this folder; fetch it again")
+    named = listed_weights(index) if index.is_file() or index.is_symlink() else {}
+    shapes, repeated = dict[str, tuple[int, ...]](), dict[str, str]()
+    for file in files:
+        for key, shape in floating_shapes(file).items():
+            if named.get(key, file.name) == file.name:
+                shapes[key] = shape
+            else:
+                repeated[key] = named[key]
+    if absent := sorted(named.keys() - shapes.keys()):
+        raise UserError(f"{index}: weight_map places {absent[0]} in {named[absent[0]]}, which lacks it; fetch it again")
+    return shapes, repeated
+
+
+def listed_weights(index: Path) -> dict[str, str]:
+    """Return the file of each weight that an index names; UserError for an absent one."""
+    listed = read_as(WeightIndex, index).weight_map
+    for name in sorted(set(listed.values())):
+        if "/" in name or not ((file := index.parent / name).is_file() or file.is_symlink()):
+            raise MissingFileError(f"{index}: weight_map names {name}, which is not in this folder; fetch it again")
+        check_file(file)
     return listed
 
 
@@ -85,7 +98,6 @@ def load_strictly(
     kind: type[M],
     folder: Path,
     weights: str = WEIGHTS,
-    spare: tuple[str, ...] = (),
     dtype: torch.dtype = torch.float32,
     schema: type[Schema] | None = None,
     inside: Callable[[str], str] = str,
@@ -93,15 +105,19 @@ def load_strictly(
 ) -> M:
     """Load a model that has exactly the keys and shapes of its config; all weights must be finite.
 
-    Keys that end in one of `spare` may be there and are not read. Of a config of transformers, the fields that `schema`
-    declares count, or without one all. `inside` gives the network's name of a key of the files. `options` are those of
-    `from_pretrained`. Raise UserError naming the folder and the key.
+    Of a config of transformers, the fields that `schema` declares count, or without one all. `inside` gives the
+    network's name of a key of the files. `options` are those of `from_pretrained`. Raise UserError naming the folder
+    and the key.
     """
-    fields = check_described(kind, folder, weights, spare, schema, inside)
+    fields = check_described(kind, folder, weights, (), schema, inside)
     own = {"config": kind.config_class.from_dict(fields)} if schema else {}
     with no_progress_bar(), reading_config(folder / "config.json", kind.__name__):
         model = read_pretrained(kind, folder, dtype=dtype, use_safetensors=True, **own, **options)
-    for name, weight in model.state_dict().items():
+    state = model.state_dict()
+    for key, file in _held(folder, weights)[1].items():
+        with opened(folder / file) as held:
+            state[inside(key)].copy_(held.get_tensor(key))
+    for name, weight in state.items():
         if not bool(weight.isfinite().all()):
             raise NotFiniteError(f"{folder}: weight {name} holds a value that is not finite")
     return model
@@ -169,9 +185,10 @@ def check_described(
     """Return the fields that a component's config has for `kind`, read no weight, and take no memory for any.
 
     Raise UserError, naming the file, for a config of another class, for values that the class cannot have, and unless
-    it describes exactly the weights of the folder. The other arguments are those of `load_strictly`.
+    it describes exactly the weights of the folder, but for names that end in one of `spare`, which may be there. The
+    other arguments are those of `load_strictly`.
     """
-    held = check_component(folder, weights, spare)
+    held = check_component(folder, weights)
     file = folder / "config.json"
     fields = read_json(file)
     if issubclass(kind, ModelMixin):
@@ -220,15 +237,20 @@ def read_weights(
     device = storage_device(mesh)
     weights = {key: torch.empty_like(weight, device=device) for key, weight in empty.items()}
     changed = sorted(key for key in weights if merged is not None and inside[key] in merged.changed)
-    held = shapes_in(folder) if new else {}
+    held, repeated = _held(folder, WEIGHTS)
     absent = {key for key, name in inside.items() if name.endswith(new) and name not in held}
     for key in absent:
         to_local(weights[key]).zero_()
-    fill({inside[key]: weight for key, weight in weights.items() if key not in {*changed, *absent}}, folder, mesh)
+    fill(
+        {inside[key]: weight for key, weight in weights.items() if key not in {*changed, *absent}},
+        folder,
+        mesh,
+        repeated,
+    )
     for first in range(0, len(changed), TOGETHER):
         some = changed[first : first + TOGETHER]
         exact = {key: torch.zeros_like(empty[key], device=device, dtype=torch.float32) for key in some}
-        fill({inside[key]: weight for key, weight in exact.items() if key not in absent}, folder, mesh)
+        fill({inside[key]: weight for key, weight in exact.items() if key not in absent}, folder, mesh, repeated)
         for key, weight in exact.items():
             assert merged is not None  # it names the weights that are changed
             change = merged.change(inside[key], weight.shape, device)
@@ -275,6 +297,7 @@ def _read_sample(file: Path) -> Iterator[bytes]:
 def _check_one_set(folder: Path) -> None:
     """Refuse a folder that holds its weights twice, as a second variant: which to read would be a guess."""
     held = {file.name for file in folder.glob("*.safetensors")}
-    listed = listed_files(folder, WEIGHTS) or {f"{WEIGHTS}.safetensors"}
+    index = folder / f"{WEIGHTS}.safetensors.index.json"
+    listed = set(listed_weights(index).values()) if index.is_file() else {f"{WEIGHTS}.safetensors"}
     if held != listed:
         raise UserError(f"{folder} must hold exactly {sorted(listed)}, but holds {sorted(held)}")

@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import Schema
+from unified_trainer.models.tensor_file import NO_WEIGHT
 
 T = TypeVar("T")
 PACKAGE = __name__.partition(".")[0]
@@ -116,11 +117,8 @@ def check_layout(
         layout = _layout(kind, json.dumps(fields), 2 * len(held) + 2)
     present = {layout.first[name] for name in held if name in layout.first}
     missing = [name for name in layout.shapes if layout.first[name] not in present]
-    ignored = kind._keys_to_ignore_on_load_unexpected or ()
     unexpected = [
-        name
-        for name in held.keys() - layout.shapes.keys()
-        if not name.endswith(spare) and not any(re.search(word, name) for word in ignored)
+        name for name in held.keys() - layout.shapes.keys() if not name.endswith(spare) and not is_ignored(name, kind)
     ]
     unlike = [
         f"{name} {list(held[name])} {list(layout.shapes[name])}"
@@ -133,6 +131,11 @@ def check_layout(
                 f"{file} describes another network than the weights beside it: {what} keys {sorted(names)[:SHOWN]}; "
                 "fetch the folder again"
             )
+
+
+def is_ignored(key: str, kind: Any) -> bool:
+    """Return whether files of a network of this class may hold such a key, of which the network has no weight."""
+    return any(re.search(word, key) for word in (NO_WEIGHT, *(kind._keys_to_ignore_on_load_unexpected or ())))
 
 
 @functools.lru_cache(maxsize=32)

@@ -1,5 +1,6 @@
 """Safetensors files: errors name the file, types are checked from the header alone, and the umask decides who reads."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,10 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import check_file
 
 FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+# Keys of files that are no weights: tables that networks compute themselves, states of other libraries, tokenizers.
+NO_WEIGHT = re.compile(
+    r"(^|\.)(position_ids|inv_freq|freqs\w*|rope\w*(\.\w+)*|(pos_embedder\.)(seq|dim_\w+_range)|_extra_state|spiece_model)$"
+)
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -38,14 +43,14 @@ def opened(file: Path) -> Iterator[Any]:
         raise UserError(f"{file} is damaged or cut short ({error}): fetch or write it again") from error
 
 
-def floating_shapes(file: Path, spare: tuple[str, ...] = ()) -> dict[str, tuple[int, ...]]:
+def floating_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor, from the header alone.
 
-    Raise UserError, naming the tensor, unless all that do not end in one of `spare` hold floating-point numbers.
+    Raise UserError, naming the tensor, unless all but those of `NO_WEIGHT` hold floating-point numbers.
     """
     with opened(file) as held:
         keys = list(held.offset_keys())
-        refuse_other_types(file, held, (key for key in keys if not key.endswith(spare)))
+        refuse_other_types(file, held, (key for key in keys if not NO_WEIGHT.search(key)))
         return {key: tuple(held.get_slice(key).get_shape()) for key in keys}
 
 

@@ -4,6 +4,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,15 +20,18 @@ from unified_trainer.parallel.mesh import Mesh
 
 
 class _Files(FileSystem):
-    """The files of a folder without hidden ones."""
+    """The files of a folder without hidden ones, or the one of a name."""
+
+    only = ""
 
     def ls(self, path: str | os.PathLike[str]) -> list[str]:
-        return [file for file in super().ls(path) if is_weights(Path(file))]
+        return [file for file in super().ls(path) if is_weights(Path(file)) and self.only in ("", Path(file).name)]
 
 
-def _reader(folder: Path) -> HuggingFaceStorageReader:
+def _reader(folder: Path, only: str = "") -> HuggingFaceStorageReader:
     reader = HuggingFaceStorageReader(str(folder))
     reader.fs = _Files()
+    reader.fs.only = only
     return reader
 
 
@@ -43,17 +47,26 @@ def shapes_in(folder: Path) -> dict[str, torch.Size]:
     return {key: metadata.size for key, metadata in held.items()}
 
 
-def fill(tensors: Mapping[str, Tensor], folder: Path, mesh: Mesh) -> None:
+def fill(
+    tensors: Mapping[str, Tensor], folder: Path, mesh: Mesh, files: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Fill the tensors in place, by name, from a folder's safetensors files; each rank reads only its own shards.
 
-    All ranks must call it. Raises UserError on all of them if a file cannot be read.
+    `files` names the file of each tensor that several files hold. All ranks must call it. Raises UserError on all of
+    them if a file cannot be read.
     """
     shapes_in(folder)  # because dcp.load hides why a header cannot be read
+    homes = {key: files.get(key, "") for key in tensors}
+    for file in sorted(set(homes.values())) or [""]:
+        _fill({key: tensor for key, tensor in tensors.items() if homes[key] == file}, folder, mesh, file)
+
+
+def _fill(tensors: dict[str, Tensor], folder: Path, mesh: Mesh, file: str) -> None:
     try:
         with warnings.catch_warnings():
             # torch warns that a single process is not distributed.
             warnings.filterwarnings("ignore", message=".*torch.distributed is disabled")
-            dcp.load(dict(tensors), storage_reader=_reader(folder), no_dist=mesh.size == 1)
+            dcp.load(tensors, storage_reader=_reader(folder, file), no_dist=mesh.size == 1)
     except CheckpointException as failed:
         error = next(iter(failed.failures.values()))[0]
         if isinstance(error, SafetensorError | OSError):

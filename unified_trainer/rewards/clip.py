@@ -33,7 +33,6 @@ from unified_trainer.rewards.base import (
 SETTINGS = "preprocessor_config.json"
 BICUBIC: Literal[3] = 3  # PIL's number
 Size = Annotated[int, Field(ge=1, le=2**20)]
-SPARE = ("position_ids",)  # keys in checkpoints of older versions; the network computes them
 
 
 class ImageSettings(Schema):
@@ -71,7 +70,7 @@ class CLIP:
         read_as(NetworkConfig, folder / "config.json")
         shortest, crop = _sizes(folder / SETTINGS, settings)
         tokenizer = read_tokenizer(CLIPTokenizer, folder)
-        network = load_strictly(CLIPModel, folder, "model", spare=SPARE)
+        network = load_strictly(CLIPModel, folder, "model")
         side = network.config.vision_config.image_size
         if crop != (side, side):
             raise UserError(f"{folder / SETTINGS} crops to {crop}, but the network sees {side} x {side}")

@@ -72,23 +72,45 @@ def add_families(specs: Iterable[str]) -> None:
 
 def family_of(role: str, path: str) -> tuple[Family, Path]:
     """Return the family and the folder of a role's path; UserError names the file before any weight is read."""
+    key = role if role.startswith("--") else f"{role}.path"
     if path == "tiny":
         folder = TINY / "wan"
     elif hub.is_hub_id(path):
-        folder = hub.cached(path, f"{role}.path", hub.CONFIGS, hub.PIPELINE)
+        folder = hub.cached(path, key, hub.CONFIGS, hub.PIPELINE)
     else:
         folder = Path(path)
     index = folder / "model_index.json"
     try:
         name = read_as(PipelineIndex, index).class_name
     except MissingFileError as error:
-        if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
-            raise MissingFileError(
-                f"{role}.path {path} is a run: start trained roles from its weights with --init-from {path}, or write "
-                f"a pipeline folder with `python -m unified_trainer export {path} DIR` and give that"
-            ) from error
-        raise MissingFileError(f"{error}: {role}.path must be a diffusers pipeline folder") from error
-    return family_named(name, str(index), role if role.startswith("--") else f"{role}.path", path), folder
+        raise MissingFileError(f"{key} {path} {_way_out(folder, str(error))}") from error
+    return family_named(name, str(index), key, path), folder
+
+
+def _way_out(path: Path, error: str) -> str:
+    """Return what a path is that is no pipeline folder, and what to give."""
+    importing = f"`python -m unified_trainer import-weights {path} DIR --base PIPELINE`, and give DIR"
+    if (path / "config.yaml").is_file() and (path / "checkpoints").is_dir():
+        return (
+            f"is a run: start trained roles from its weights with --init-from {path}, or write a pipeline folder with "
+            f"`python -m unified_trainer export {path} DIR` and give that"
+        )
+    if not path.exists() and not path.is_symlink():
+        return "is not there: it must be a diffusers pipeline folder, or a hub id, owner/name"
+    if path.is_file():
+        return f"is one file: write a pipeline folder with its weights by {importing}; an adapter goes to adapter.path"
+    if (path.absolute().parent / "model_index.json").is_file():
+        return f"is one component of a pipeline: give the whole folder, {path.absolute().parent}"
+    if any(path.glob("models_t5*.pth")) or any(path.glob("*_noise_model")):
+        return (
+            f"is a folder of Wan's own code: write a pipeline folder by {importing}. PIPELINE is the same model for "
+            "diffusers, such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+        )
+    if any(path.glob("adapter_config.json")) or any(path.glob("pytorch_lora_weights*")):
+        return "is an adapter: give its base here, and the adapter as adapter.path of the same role"
+    if any(path.glob("*.safetensors")) or any(path.glob("*.pt*")):
+        return f"holds weights without a pipeline: write a pipeline folder with them by {importing}"
+    return f"must be a diffusers pipeline folder: {error}"
 
 
 def family_named(name: str, where: str, key: str = "the model family", path: str = "") -> Family:

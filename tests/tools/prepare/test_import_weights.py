@@ -1,19 +1,27 @@
 """Weights of other trainers, each layout written here from one network: the folder's output equals the network's."""
 
+import json
 import os
 import pickle
+import re
 import warnings
 
 import pytest
 import torch
+from diffusers import AutoencoderKLWan, LTXVideoTransformer3DModel
+from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 from helpers import ALONE, WAN
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint
 
 from unified_trainer.__main__ import main
+from unified_trainer.basics.errors import UserError
+from unified_trainer.models.pipeline.family import pipeline_family
 from unified_trainer.models.sparse_attention import SparseAttentionConfig
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.models.wan.sparse import SparseWanModel
+from unified_trainer.tools.prepare.import_weights import VAE, _chosen, _flat_vae, _layouts, _replaced, _weights
+from unified_trainer.tools.prepare.weight_source import read_source
 
 NATIVE = [  # diffusers' and Wan's parts of names, in the order in which they are replaced
     ("condition_embedder.text_embedder.linear_1", "text_embedding.0"),
@@ -114,7 +122,20 @@ def tensor_file(file, weights):
     return file
 
 
+def rcm(weights):
+    """The network of rCM: patches are multiplied by a matrix, and tables of positions lie beside the weights."""
+    named = renamed(weights, NATIVE, "net.")
+    named["net.patch_embedding.weight"] = named["net.patch_embedding.weight"].flatten(1)
+    tables = ("rope_position_embedding.seq", "pos_embedder.dim_spatial_range", "blocks.0.norm3._extra_state")
+    return named | {f"net.{name}": torch.ones(1) for name in tables}
+
+
 SOURCES = {
+    "rcm": lambda at, w: torch_file(at / "rcm.pt", rcm(w)),
+    "comfyui": lambda at, w: tensor_file(at / "comfy.safetensors", renamed(w, NATIVE, "model.diffusion_model.")),
+    "norm_added_q": lambda at, w: tensor_file(
+        at / "i2v.safetensors", renamed(w, []) | {"blocks.0.attn2.norm_added_q.weight": torch.ones(1)}
+    ),
     "wan": lambda at, w: tensor_file(at / "wan.safetensors", renamed(w, NATIVE)),
     "pipeline": lambda at, w: pipeline(at / "fast", renamed(w, [])),
     "checkpoint": lambda at, w: distributed(
@@ -154,6 +175,125 @@ def test_a_sparse_network_keeps_its_gates(tmp_path, weights):
     assert gates and all(torch.equal(state[key], weight) for key, weight in (weights | gates).items())
 
 
+def native_t5(key):
+    """Wan's own name of a weight of UMT5."""
+    if not key.startswith("encoder.block."):
+        return {"shared.weight": "token_embedding.weight", "encoder.final_layer_norm.weight": "norm.weight"}[key]
+    number, part, name = re.fullmatch(r"encoder\.block\.(\d+)\.layer\.(\d)\.(.+)\.weight", key).groups()
+    name = name.replace("SelfAttention.relative_attention_bias", "pos_embedding.embedding")
+    name = name.replace("SelfAttention", "attn").replace("layer_norm", f"norm{int(part) + 1}")
+    for theirs, own in (("wi_0", "gate.0"), ("wi_1", "fc1"), ("wo", "fc2")):
+        name = name.replace(f"DenseReluDense.{theirs}", f"ffn.{own}")
+    return f"blocks.{number}.{name}.weight"
+
+
+def native_vae(key):
+    """Wan's own name of a weight of the tiny VAE, which has the layout of Wan2.2 and one block of each size."""
+    key = re.sub(r"(down|up)_blocks\.(\d+)\.resnets\.(\d+)", r"\1samples.\2.\1samples.\3", key)
+    key = re.sub(r"down_blocks\.(\d+)\.downsampler", r"downsamples.\1.downsamples.1", key)
+    key = re.sub(r"up_blocks\.(\d+)\.upsampler", r"upsamples.\1.upsamples.2", key)
+    for ours, theirs in (
+        ("norm1", "residual.0"),
+        ("conv1", "residual.2"),
+        ("norm2", "residual.3"),
+        ("conv2", "residual.6"),
+    ):
+        key = key.replace(ours, theirs)
+    for ours, theirs in (
+        ("mid_block.resnets.0", "middle.0"),
+        ("mid_block.attentions.0", "middle.1"),
+        ("mid_block.resnets.1", "middle.2"),
+        ("conv_shortcut", "shortcut"),
+        ("norm_out", "head.0"),
+        ("conv_out", "head.2"),
+        ("conv_in", "conv1"),
+        ("post_quant_conv", "conv2"),
+        ("quant_conv", "conv1"),
+    ):
+        key = key.replace(ours, theirs)
+    return key
+
+
+@pytest.mark.parametrize(
+    ("component", "file", "name", "native"),
+    [
+        ("text_encoder", "model.safetensors", "models_t5_umt5-xxl-enc-bf16.pth", native_t5),
+        ("vae", "diffusion_pytorch_model.safetensors", "Wan2.2_VAE.pth", native_vae),
+    ],
+)
+def test_encoders_of_a_native_folder(tmp_path, capsys, component, file, name, native):
+    """Their weights replace those of the base; the network and the configs stay."""
+    held = {key: weight + 1 for key, weight in load_file(WAN / component / file).items()}
+    (tmp_path / "native").mkdir()
+    torch.save({native(key): weight for key, weight in held.items()}, tmp_path / "native" / name)
+    assert run(tmp_path / "native", tmp_path / "out", "--component", component) == 0, capsys.readouterr().err
+    got = load_file(tmp_path / "out" / component / file)
+    assert got.keys() == held.keys() and all(torch.equal(got[key], held[key]) for key in held)
+    for same in (f"{component}/config.json", "transformer/diffusion_pytorch_model.safetensors"):
+        assert (tmp_path / "out" / same).read_bytes() == (WAN / same).read_bytes()
+
+
+def test_a_text_encoder_has_its_embedding_by_either_name(tmp_path, capsys):
+    """As ComfyUI repacks it, with its tokenizer in the file, and with both names of transformers."""
+    held = load_file(WAN / "text_encoder" / "model.safetensors")
+    tied = held | {"encoder.embed_tokens.weight": held["shared.weight"].clone()}
+    other = {key: weight for key, weight in tied.items() if key != "shared.weight"}
+    for number, source in enumerate((tied, other | {"spiece_model": torch.ones(3, dtype=torch.uint8)})):
+        file, out = tensor_file(tmp_path / "t5.safetensors", source), tmp_path / f"out{number}"
+        assert run(file, out, "--component", "text_encoder") == 0, capsys.readouterr().err
+        got = load_file(out / "text_encoder" / "model.safetensors")
+        assert got.keys() == held.keys() and all(torch.equal(got[key], held[key]) for key in held)
+
+
+def test_names_of_wans_first_vae_are_those_that_diffusers_converts():
+    with torch.device("meta"):
+        vae = AutoencoderKLWan()
+    names = {_replaced(_flat_vae(key, vae.config), VAE): key for key in vae.state_dict()}
+    converted = convert_wan_vae_to_diffusers(dict(names))
+    assert len(converted) == len(vae.state_dict()) and all(ours == key for ours, key in converted.items())
+
+
+def test_a_single_file_of_another_family(tmp_path, capsys):
+    """LTX-Video as its authors write it, beside its VAE, by diffusers' own conversion."""
+    sizes = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2}
+    network = LTXVideoTransformer3DModel(cross_attention_dim=24, caption_channels=24, **sizes)
+    network.save_pretrained(place := tmp_path / "base" / "transformer")
+    held, theirs = network.state_dict(), {"vae.decoder.conv_in.conv.bias": torch.ones(3)}
+    for key, weight in held.items():
+        name = key.replace("time_embed", "adaln_single").replace("norm_q", "q_norm").replace("norm_k", "k_norm")
+        theirs["model.diffusion_model." + re.sub("^proj_in", "patchify_proj", name)] = weight
+    source, shapes = tmp_path / "ltx.safetensors", {key: tuple(weight.shape) for key, weight in held.items()}
+
+    def imported():
+        found = read_source(tensor_file(source, theirs), "transformer")
+        network = _chosen(found, shapes, _layouts(place, pipeline_family("LTXPipeline"), shapes), source, None)
+        return _weights(network, shapes, LTXVideoTransformer3DModel, source, place)
+
+    got = imported()
+    assert got.keys() == held.keys() and all(torch.equal(got[key], held[key]) for key in held)
+    assert "numbers" not in capsys.readouterr().out
+    theirs["model.diffusion_model.vae_more"] = torch.ones(1)  # diffusers' converter leaves it out
+    assert imported().keys() == held.keys()
+    numbers = sum(weight.numel() for weight in held.values())
+    assert f"makes {numbers} numbers of transformer from the {numbers + 1} of this part" in capsys.readouterr().out
+    theirs["model.diffusion_model.more"] = torch.ones(1)
+    with pytest.raises(UserError, match=r"ltx.safetensors: unknown key more, by the original code's names"):
+        imported()
+    del theirs["model.diffusion_model.more"], theirs["model.diffusion_model.patchify_proj.weight"]
+    with pytest.raises(UserError, match=r"ltx.safetensors: missing key proj_in.weight, by the original code's names"):
+        imported()
+
+
+def test_a_config_beside_the_weights_must_agree(tmp_path, weights, capsys):
+    """Heads change no shape; Wan's own code calls them otherwise."""
+    source = tmp_path / "native"
+    source.mkdir()
+    tensor_file(source / "diffusion_pytorch_model.safetensors", renamed(weights, NATIVE))
+    (source / "config.json").write_text(json.dumps({"_class_name": "WanModel", "num_heads": 8, "eps": 1e-6}))
+    assert run(source, tmp_path / "out") == 2
+    assert "config.json: num_attention_heads is 8, but 4 in" in refused(capsys)
+
+
 def refused(capsys):
     return " ".join(capsys.readouterr().err.split())
 
@@ -167,7 +307,8 @@ def test_a_source_that_does_not_fit_is_refused_with_its_key(tmp_path, weights, c
         "head.modulation has shape [1, 2, 5]": native | {"head.modulation": torch.ones(1, 2, 5)},
         "head.modulation holds a value that is no finite": native
         | {"head.modulation": native["head.modulation"] * float("nan")},
-        "no key ends in patch_embedding.weight": {"other.weight": torch.ones(1)},
+        "holds no network with the weights of --base": {"other.weight": torch.ones(1)},
+        "it is an adapter: name it by --student.adapter.path": {"blocks.0.attn1.to_q.lora_A.weight": torch.ones(1)},
     }
     for message, state in cases.items():
         assert run(tensor_file(tmp_path / "source.safetensors", state), out) == 2

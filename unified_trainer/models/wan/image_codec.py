@@ -22,7 +22,7 @@ from unified_trainer.models.wan.configs import CLIP, ClipConfig, transformer_con
 
 GRAY = 0.5  # 0 in the VAE's range
 PROCESSOR = "image_processor"  # component of a folder
-NAMES: dict[str, Any] = {"weights": "model", "spare": ("position_ids",), "schema": ClipConfig, "inside": of_tower}
+NAMES: dict[str, Any] = {"weights": "model", "schema": ClipConfig, "inside": of_tower}
 
 
 class ImageWanCodec(WanCodec):

@@ -37,7 +37,7 @@ from unified_trainer.run.plan.guards import check_guards, check_worker_packages,
 from unified_trainer.run.plan.images import check_images, conditions_on_first_frame
 from unified_trainer.run.plan.length import in_words, note_repeats, row_count, with_steps, with_updates
 from unified_trainer.run.plan.roles import RolePlan, check_roles, left_at_base, plan_roles, role_path, without_adapter
-from unified_trainer.run.plan.shift import note_shift
+from unified_trainer.run.plan.shift import note_scheduler
 from unified_trainer.run.plan.sparse import check_sparse
 from unified_trainer.run.registry import family_of, method_named
 from unified_trainer.run.settings.batch import batch_of, check_buffer, sizes, with_fitting_batch
@@ -166,7 +166,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         check_causal_teacher(run, roles),
         sparse_note,
         note_repeats(run, batch, rows),
-        note_shift(folder, family.tokens(folder, latent_shape), run.sampler.shift),
+        note_scheduler(folder, family.tokens(folder, latent_shape), run.sampler),
         *note_files(run, batch, prompts, clips, mesh.data_size),
     )
     return RunPlan(

@@ -6,6 +6,7 @@ No class is looked up and nothing is called: the opcodes of the pickle make plai
 import io
 import math
 import pickletools
+import re
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -79,13 +80,19 @@ def saved(file: Path, content: io.BytesIO | None = None) -> Any:
     Raise UserError, naming the file, for everything else, and for compressed tensors, which may fill the memory.
     """
     try:
-        with zipfile.ZipFile(content or file) as opened:
-            if any(entry.compress_type for entry in opened.infolist()):
-                raise ValueError("it is compressed")
-        if content is not None:
-            content.seek(0)
-        return torch.load(content or file, map_location="cpu", weights_only=True, mmap=content is None)
+        with io.BytesIO(content.getvalue()) if content else file.open("rb") as held:
+            zipped = held.read(4) == b"PK\x03\x04"  # else of torch before 1.6, which compresses nothing
+            if zipped:
+                with zipfile.ZipFile(held) as opened:
+                    if any(entry.compress_type for entry in opened.infolist()):
+                        raise ValueError("it is compressed")
+        return torch.load(content or file, map_location="cpu", weights_only=True, mmap=zipped and content is None)
     except Exception as error:
+        if named := re.search(r"GLOBAL (\S+)", str(error)):
+            raise UserError(
+                f"{file} is no file of tensors alone: its pickle names {named[1]}, which is never run here. If you "
+                "trust the file, load it by torch.load with weights_only=False and save its dictionary of tensors alone"
+            ) from error
         said = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
         raise UserError(f"{file} is no file of tensors that torch.save wrote ({said})") from error
 
