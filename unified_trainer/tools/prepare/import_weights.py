@@ -18,10 +18,10 @@ from unified_trainer.basics.types import DTYPES
 from unified_trainer.models.base import VideoModel
 from unified_trainer.models.folder import listed_files
 from unified_trainer.models.sparse_attention import SparseAttentionConfig
-from unified_trainer.models.tensor_file import opened
+from unified_trainer.models.tensor_file import opened, saved
 from unified_trainer.run.registry import family_of
 from unified_trainer.tools.output_folder import check_empty, link_or_copy, new_folder
-from unified_trainer.tools.prepare.distributed_checkpoint import Stored, saved, stored_tensors
+from unified_trainer.tools.prepare.distributed_checkpoint import Stored, stored_tensors
 
 INDEX, WEIGHTS, GATE = "model_index.json", "diffusion_pytorch_model", ".to_gate_compress."
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
