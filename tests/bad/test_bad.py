@@ -218,8 +218,9 @@ def test_permissions(tmp_path):
 
 WITHOUT_BOUNDS = {  # any number is sound, or what it counts is in the folder
     "rollout_folder.About": {"batch": "maximum", "num_samples": "maximum", "seed": "minimum, maximum"},
-    "adapter_file.AdapterSettings": {
+    "adapter_settings.AdapterSettings": {
         "r": "maximum",
+        "layers_to_transform": "minimum, maximum",
         **dict.fromkeys(("lora_alpha", "rank_pattern", "alpha_pattern"), "minimum, maximum"),
     },
     "hpsv3_folder.NetworkConfig": {"image_token_id": "maximum"},
@@ -272,15 +273,6 @@ def test_a_sound_template_is_taken(tmp_path):
     folder = copy_of(HPSV3, tmp_path / "hpsv3")
     edit(folder / "chat_template.json", "chat_template", SOUND_TEMPLATE)
     HPSv3.load(folder, CPU, torch.float32)
-
-
-def test_absent_settings_of_an_adapter_are_sound(tmp_path):
-    """The scale is then that of the rank, 1."""
-    folder = peft(tmp_path / "peft", FACTORS, 1.0)
-    assert open_lora(folder).layers[LAYER].rank == 3
-    for field in ("lora_alpha", "r"):
-        edit(folder / "adapter_config.json", field, ABSENT)
-    assert open_lora(folder).layers[LAYER].scale == 1.0
 
 
 def test_the_header_of_an_adapter_of_diffusers(tmp_path):

@@ -1,5 +1,6 @@
 """Adapters made elsewhere: what is added to the weights is scale B A in every layout, and a wrong file says why."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,9 @@ def given():
     return factors(opened().network, RANK)
 
 
-def read(path, expert: int | None = None) -> AdapterFile:
+def read(path, expert: int | None = None, factor: float = 1.0) -> AdapterFile:
     place = locate(path, "student.adapter.path", expert, FAMILY.experts, FAMILY.adapter_files)
-    return open_adapter(place, opened().network, FAMILY.experts, published_layer)
+    return open_adapter(replace(place, factor=factor), opened().network, FAMILY.experts, published_layer)
 
 
 def merged(file: AdapterFile, **options) -> Backbone:
@@ -107,7 +108,7 @@ def test_every_layer_may_have_its_own_alpha(given, tmp_path):
 def test_rank_stabilized_scale(given, tmp_path):
     """RsLoRA divides by the root of the rank (arXiv:2312.03732)."""
     file = read(peft(tmp_path / "a", given, ALPHA, use_rslora=True))
-    assert {layer.scale for layer in file.layers.values()} == {ALPHA / RANK**0.5}
+    assert {change.scale for changes in file.layers.values() for change in changes} == {ALPHA / RANK**0.5}
 
 
 def test_differences_of_whole_weights_are_added(given, tmp_path):
@@ -176,6 +177,36 @@ def test_scales_of_layers_are_folded_into_b(given, tmp_path):
     with backbone.running("student") as model, torch.no_grad():
         ours = model.velocity(*model.example())
     torch.testing.assert_close(ours, velocity(merged(file).model.network), rtol=1e-4, atol=1e-5)
+
+
+def test_a_sum_of_adapters_is_merged_and_trained_on_exactly(given, tmp_path):
+    """Ranks 3 and 2 on the same and on other layers: 0.5 W1 + 2 W2 in the weights, or in factors side by side."""
+    other = factors(opened().network, 2, ("to_q", "ffn.net.0.proj"), seed=1)
+    first, second = published(tmp_path / "first", given, ALPHA), kohya(tmp_path / "second", other, 1.0)
+    both = read(first, factor=0.5) + read(second, factor=2.0)
+    expected = by_hand(BASE, given, dict.fromkeys(given, 0.5 * ALPHA / RANK))
+    expected = by_hand(expected, other, dict.fromkeys(other, 2.0 * 1.0 / 2))
+    assert_near(weights(merged(both).model.network), expected, 1e-6)
+    config = AdapterConfig(RANK + 2, 1.0, (*ENDS, "ffn.net.0.proj"))
+    backbone = Backbone(opened(), ALONE, adapters={"student": config}, starts={"student": both})
+    held = weights_of(backbone)
+    layers = {key.partition(".lora_")[0] for key in held}
+    pairs = {layer: (held[f"{layer}.lora_A.weight"], held[f"{layer}.lora_B.weight"]) for layer in layers}
+    assert_near(by_hand(BASE, pairs, dict.fromkeys(pairs, 1.0 / (RANK + 2))), expected, 1e-5)
+    short_a, short_b = pairs["blocks.0.ffn.net.0.proj"]
+    assert bool(short_a[2:].any(1).all()) and not bool(short_b[:, 2:].any())  # rows that can learn, and add nothing
+
+
+def test_a_factor_is_of_whole_differences_too(given, tmp_path):
+    """LightX2V's names: a modulation has `diff_m`, in a block and in the head."""
+    folder, changes = published(tmp_path / "a", given, ALPHA), {}
+    for key, weight in (("blocks.1.diff_m", "blocks.1.scale_shift_table"), ("head.diff_m", "scale_shift_table")):
+        changes[weight] = torch.full(BASE[weight].shape, 0.5)
+        rewritten(folder, lambda held, key=key, weight=weight: held.update({f"diffusion_model.{key}": changes[weight]}))
+    network = merged(read(folder, factor=0.25)).model.network
+    expected = by_hand(BASE, given, dict.fromkeys(given, 0.25 * ALPHA / RANK))
+    expected |= {key: BASE[key] + 0.125 for key in changes}
+    assert_near(weights(network), expected, 1e-6)
 
 
 def weights_of(backbone: Backbone) -> dict[str, torch.Tensor]:
@@ -316,9 +347,9 @@ def test_where_an_adapter_lies_must_be_clear(given, tmp_path):
         save_file({}, tmp_path / f"{name}.safetensors")
     with pytest.raises(UserError, match=r"holds several: a\.safetensors, b\.safetensors; name the file itself"):
         read(tmp_path)
-    (tmp_path / "lora.pt").write_text("")
-    with pytest.raises(UserError, match=r"lora\.pt is no safetensors file"):
-        read(tmp_path / "lora.pt")
+    (tmp_path / "lora.gguf").write_text("")
+    with pytest.raises(UserError, match=r"lora\.gguf is no safetensors file"):
+        read(tmp_path / "lora.gguf")
     folder = published(tmp_path / "one", given, ALPHA)
     with pytest.raises(UserError, match=r"two experts: .*student\.high\.adapter\.path and student\.low\.adapter\.path"):
         read(folder, 0)

@@ -39,7 +39,7 @@ def tensors(path: Path, mesh: Mesh) -> dict[str, torch.Tensor]:
     for half in (False, True):
         network = Backbone(WanModel.open(WAN, "transformer"), mesh, merged=file, half=half).model.network
         found |= {f"merged {half}/{key}": weight for key, weight in weights(network).items()}
-    config = {"student": AdapterConfig(3, 2.0, ENDS)}
+    config = {"student": AdapterConfig(4, 2.0, ENDS)}  # one row more than the file has
     backbone = Backbone(WanModel.open(WAN, "transformer"), mesh, adapters=config, starts={"student": file})
     return found | {f"started/{key}": weight for key, weight in weights(backbone.model.network).items()}
 

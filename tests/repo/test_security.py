@@ -35,7 +35,7 @@ CONNECTED = {
     "rewards/scorer_child.py": "over a socket",
 }
 NAMES_ONLY = {"gethostname"}  # functions of socket that open nothing
-TENSORS_ALONE = "tools/prepare/distributed_checkpoint.py"  # reads files of torch.save, with weights_only
+TENSORS_ALONE = "models/tensor_file.py"  # reads files of torch.save, with weights_only
 ONE_PLACE = {"models/folder.py", "tools/export/export.py"}  # that may call from_pretrained
 
 

@@ -134,6 +134,85 @@ def test_a_role_without_the_students_adapter_is_said(adapter, tmp_path):
     assert f"starts from {adapter}/pytorch_lora_weights.safetensors" in built.summary["student"]
 
 
+# Several adapters.
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Factors of rank 2 on other layers too, and their file, of scale 1."""
+    own = factors(WanModel.open(WAN, "transformer").network, 2, ("to_q", "ffn.net.0.proj"), seed=1)
+    return own, kohya(tmp_path / "other", own, 2.0) / "musubi.safetensors"
+
+
+def of_both(given, other, first, second, base=BASE):
+    expected = by_hand(base, given, dict.fromkeys(given, first * ALPHA / RANK))
+    return by_hand(expected, other, dict.fromkeys(other, second))
+
+
+def test_a_list_of_adapters_is_merged_or_trained_on(adapter, given, other, tmp_path):
+    own, file = other
+    words = ("--student.adapters", f"{adapter}:0.8", f"{file}:0.125")
+    roles, plans = loaded(*words, "--student.adapter.merge", "--student.adapter.rank", "2")
+    assert_near(base_of(roles["student"]), of_both(given, own, 0.8, 0.125), 1e-6)
+    digest = plans["student"].config.adapter.sha256
+    roles, plans = loaded(*words)
+    config = plans["student"].config.adapter
+    assert (config.rank, config.alpha, config.sha256) == (RANK + 2, RANK + 2, digest)
+    roles["student"].merge()
+    assert_near(base_of(roles["student"]), of_both(given, own, 0.8, 0.125), 1e-6)
+    roles, plans = loaded("--student.adapters", adapter, file, "--student.adapter.merge")
+    assert_near(dict(roles["student"].weights), of_both(given, own, 1.0, 1.0), 1e-6)
+    assert f"{plans['student'].config.adapter.sha256}:0.8:0.125" == digest
+    exact = file.parent / "style:0.5"  # a path that is there has no factor
+    file.replace(exact.with_suffix(exact.suffix + ".safetensors"))
+    roles, _ = loaded("--student.adapters", f"{exact}.safetensors:2", "--student.adapter.merge")
+    assert_near(dict(roles["student"].weights), of_both(given, own, 0.0, 2.0), 1e-6)
+    roles, _ = loaded("--student.adapters", f"{exact}.safetensors", "--student.adapter.merge")
+    assert_near(dict(roles["student"].weights), of_both(given, own, 0.0, 1.0), 1e-6)
+
+
+def test_a_frozen_role_and_an_expert_have_a_list(adapter, given, other, two):
+    own, file = other
+    words = ("--teacher.adapters", f"{adapter}:0.5", file, "--recipe", "tiny")
+    roles, _ = loaded(*words, method="dmd2")
+    assert_near(base_of(roles["teacher"]), of_both(given, own, 0.5, 1.0), 1e-6)
+    words = ("--student.high.adapters", f"{adapter}:0.5", file, "--student.low.adapters", f"{file}:-1")
+    roles, _ = loaded("--student.path", two, *words, "--student.adapter.merge")
+    assert_near(base_of(roles["student"], "high"), of_both(given, own, 0.5, 1.0), 1e-6)
+    second = load_file(two / "transformer_2" / "diffusion_pytorch_model.safetensors")
+    assert_near(base_of(roles["student"], "low"), of_both(given, own, 0.0, -1.0, second), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--student.adapters", "{}:much"), "student.adapters .*:much: no such file"),
+        (("--student.adapters", "{}:nan"), "student.adapters .*:nan: no such file"),
+        (("--student.adapters", "{}.no:0.5"), "student.adapters .*\\.no: no such file or folder"),
+        (
+            ("--student.adapters", "{}", "--student.adapter.path", "{}"),
+            "student.adapter.path and student.adapters both",
+        ),
+        (("--student.high.adapters", "{}"), "settings of two experts, but tiny holds one network"),
+    ],
+)
+def test_lists_that_cannot_be(words, said, adapter, capsys, run_folder):
+    words = [word.format(adapter) for word in words]
+    message = refused(capsys, *SMALL["finetune"], *words, "--output", run_folder)
+    assert re.search(said, message), message
+
+
+def test_layers_of_other_ranks_are_trained_on_with_the_largest(given, tmp_path):
+    mixed = given | factors(WanModel.open(WAN, "transformer").network, 2, ("ffn.net.0.proj",))
+    rank = {layer: 2 for layer in mixed if layer not in given}
+    folder = peft(tmp_path / "mixed", mixed, ALPHA, rank_pattern=rank)
+    roles, plans = loaded("--student.adapter.path", folder)
+    assert plans["student"].config.adapter.rank == RANK
+    roles["student"].merge()
+    scales = {layer: ALPHA / len(down) for layer, (down, _) in mixed.items()}
+    assert_near(base_of(roles["student"]), by_hand(BASE, mixed, scales), 1e-6)
+
+
 # Two experts.
 
 
@@ -213,11 +292,6 @@ def test_adapters_that_cannot_be_trained_on(given, tmp_path, capsys, run_folder)
     said = refused(capsys, *SMALL["finetune"], "--student.adapter.path", folder, "--output", run_folder)
     assert "differences of whole weights (diffusion_model.blocks.0.self_attn.q.diff_b)" in said
     assert "set student.adapter.merge to add it" in said
-    mixed = given | factors(WanModel.open(WAN, "transformer").network, 2, ("ffn.net.0.proj",))
-    rank = {layer: 2 for layer in mixed if layer not in given}
-    folder = peft(tmp_path / "mixed", mixed, ALPHA, rank_pattern=rank)
-    said = refused(capsys, *SMALL["finetune"], "--student.adapter.path", folder, "--output", run_folder)
-    assert "layers have different ranks (2, 3); set student.adapter.merge" in said
 
 
 def test_init_from_and_an_adapter_exclude_each_other(adapter, tmp_path, capsys):
@@ -225,7 +299,7 @@ def test_init_from_and_an_adapter_exclude_each_other(adapter, tmp_path, capsys):
     words = ("--init-from", tmp_path / "first", "--student.adapter.path", adapter, "--output", tmp_path / "second")
     for more in ((), ("--student.adapter.merge",)):
         said = refused(capsys, *SMALL["finetune"], *words, *more)
-        assert "student.adapter.path and --init-from both give the weights of student: leave one out" in said
+        assert "adapters and --init-from both give the weights of student: leave one of them out" in said
 
 
 # Whole runs.

@@ -1,4 +1,4 @@
-"""Low-rank adapters that were made elsewhere: safetensors files in the usual layouts, read by a network's names.
+"""Low-rank adapters that were made elsewhere: files in the usual layouts, read by a network's names.
 
 Keys may be those of peft (lora_A, lora_B), of older diffusers (lora.down, lora.up) or of kohya and ComfyUI (lora_down,
 lora_up, alpha); layers may have the network's own names or those that its family was published with.
@@ -12,28 +12,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from unified_trainer.basics.errors import NotFiniteError, UserError
-from unified_trainer.basics.input_files import Schema, checked, parse_object, read_as
 from unified_trainer.models.adapter_location import Location
+from unified_trainer.models.adapter_settings import FASTVIDEO_CONFIG, Statement, sources
 from unified_trainer.models.tensor_file import opened, refuse_other_types
 
-DIFFUSERS_CONFIG = "lora_adapter_metadata"  # in the header
 UNDERSCORED = "lora_unet_"  # kohya's prefix; the dots of the layer's name are underscores too
-PREFIX = re.compile(r"^(?:base_model\.model\.|model\.|diffusion_model\.|pipe\.dit\.|dit\.)*")
+PREFIX = re.compile(r"^(?:(?:generator_lora|base_model\.model|model|diffusion_model|pipe\.dit|dit)\.)*")
+WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.|(?<=^lora_unet_)_")
+CRITIC = "critic_lora."  # of LongLive, beside generator_lora: a network that no student starts from
 FACTOR = re.compile(r"(.+)\.(lora_A|lora_B|lora_down|lora_up|lora\.down|lora\.up)(?:\.(?!bias$)\w+)?(?:\.weight)?")
 ALPHA = re.compile(r"(.+)\.(?:lora_)?alpha")
-DIFFERENCE = re.compile(r"(.+)\.(diff|diff_b|diff_param)")
+DIFFERENCE = re.compile(r"(.+)\.(diff|diff_b|diff_m|diff_param)")
 DOWN = ("lora_A", "lora_down", "lora.down")
 SHOWN = 5  # keys that a message lists
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """The change scale x up @ down of one layer's weight."""
+    """The change scale x up @ down of one layer's weight; the scale holds the adapter's factor."""
 
+    file: Path
     down: str  # keys in the file
     up: str
     rank: int
@@ -42,17 +43,15 @@ class LowRank:
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """One network's adapter in a file, checked against the network by the file's header alone."""
+    """One network's adapter in a file, or the sum of several, checked against the network by their headers alone."""
 
-    file: Path
-    component: str  # its part of a file that holds two networks; "": the file holds one network
-    layers: Mapping[str, LowRank]  # by the network's name of the layer
-    differences: Mapping[str, str]  # key of a difference that is added, by the network's name of the weight
+    name: str  # the files, their parts that this adapter is, and factors: equal names are equal adapters
+    layers: Mapping[str, tuple[LowRank, ...]]  # by the network's name of the layer
+    differences: Mapping[str, tuple[tuple[Path, str, float], ...]]  # file, key and factor, by the name of the weight
 
-    @property
-    def name(self) -> str:
-        """The file, and its part that this adapter is: equal names are equal adapters."""
-        return f"{self.file.resolve()}:{self.component}"
+    def __add__(self, other: "AdapterFile") -> "AdapterFile":
+        layers, differences = _joined(self.layers, other.layers), _joined(self.differences, other.differences)
+        return AdapterFile(f"{self.name} + {other.name}", layers, differences)
 
     @property
     def changed(self) -> set[str]:
@@ -65,21 +64,28 @@ class AdapterFile:
         layer = weight.removesuffix(".weight")
         if layer in self.layers:
             down, up = self.factors(layer, device)
-            total += (up.flatten(1) @ down.flatten(1)).view(shape)
-        if weight in self.differences:
-            total += self._read(self.differences[weight], device)
+            total += (up @ down).view(shape)
+        for file, key, factor in self.differences.get(weight, ()):
+            total += factor * _read(file, key, device)
         if not bool(total.isfinite().all()):
-            raise NotFiniteError(f"{self.file}: the change of {weight} holds a value that is not finite")
+            raise NotFiniteError(f"{self.name}: the change of {weight} holds a value that is not finite")
         return total
 
     def factors(self, layer: str, device: torch.device, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Return float32 factors of a layer, `down` and `up`, whose product times `scale` is its change."""
+        """Return float32 factors of a layer, of adapters side by side, whose product times `scale` is its change."""
         own = self.layers[layer]
-        return self._read(own.down, device), own.scale / scale * self._read(own.up, device)
+        downs = [_read(one.file, one.down, device).flatten(1) for one in own]
+        ups = [one.scale / scale * _read(one.file, one.up, device).flatten(1) for one in own]
+        return torch.cat(downs), torch.cat(ups, 1)
 
-    def _read(self, key: str, device: torch.device) -> Tensor:
-        with opened(self.file) as held:
-            return held.get_tensor(key).to(device, torch.float32)
+
+def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: (*first.get(key, ()), *second.get(key, ())) for key in {**first, **second}}
+
+
+def _read(file: Path, key: str, device: torch.device) -> Tensor:
+    with opened(file) as held:
+        return held.get_tensor(key).to(device, torch.float32)
 
 
 def open_adapter(
@@ -98,26 +104,41 @@ def open_adapter(
         several = [key for key in keys.alphas.values() if math.prod(shapes[key]) != 1]
         _refuse(place.file, several, "are alphas, but not one number")
         alphas = {layer: float(held.get_tensor(key)) for layer, key in keys.alphas.items()}
-        settings = _settings(place, held.metadata() or {})
+        header = held.metadata() or {}
     keys.check(place.file)
     _check_shapes(place.file, keys, shapes, names)
+    said = sources(place.file, place.settings, header, keys.component, components)
+    stated = [Statement.of(at, content, (keys.named, *names.kinds)) for at, content in said]
+    if not alphas and not stated and (alpha := header.get("ss_network_alpha")) != header.get("ss_network_dim"):
+        raise UserError(
+            f"{place.file}: its header has ss_network_alpha {alpha}, but no key of the file is an alpha: write the "
+            f'scale into a {FASTVIDEO_CONFIG} beside it, {{"lora_rank": RANK, "lora_alpha": ALPHA}}'
+        )
     layers = {}
     for layer, pair in keys.factors.items():
-        rank = shapes[pair["down"]][0]
-        scale = _scale(place.file, layer, rank, alphas.get(layer), settings)
-        layers[layer] = LowRank(pair["down"], pair["up"], rank, scale)
-    return AdapterFile(place.file, place.component, layers, keys.differences)
+        rank, alpha = shapes[pair["down"]][0], alphas.get(layer)
+        scales = {one.place: one.scale(layer, rank, alpha) for one in stated}
+        scales = scales or {"": 1.0 if alpha is None else alpha / rank}
+        if not math.isclose(min(scales.values()), max(scales.values())):
+            raise UserError(f"{layer} is scaled by {', but by '.join(f'{x:g} ({at})' for at, x in scales.items())}")
+        scale = place.factor * next(iter(scales.values()))
+        layers[layer] = (LowRank(place.file, pair["down"], pair["up"], rank, scale),)
+    differences = {name: ((place.file, key, place.factor),) for name, key in keys.differences.items()}
+    parts = (str(place.file.resolve()), place.component, str(place.factor) if place.factor != 1 else "")
+    return AdapterFile(":".join(filter(None, parts)), layers, differences)
 
 
 @dataclass
 class _Keys:
     """The keys of a file by what they are of which layer or weight of the network."""
 
+    component: str  # the network that the keys are of; "": they do not say
     factors: dict[str, dict[str, str]] = field(default_factory=dict)  # up and down of a layer
     alphas: dict[str, str] = field(default_factory=dict)
     differences: dict[str, str] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     twice: list[str] = field(default_factory=list)
+    named: dict[str, str] = field(default_factory=dict)  # the file's names of its layers
 
     @classmethod
     def of(cls, keys: Collection[str], place: Location, components: Sequence[str], names: "_Names") -> "_Keys":
@@ -125,7 +146,7 @@ class _Keys:
         parts = [prefix for prefix in components if any(key.startswith(f"{prefix}.") for key in keys)]
         if not place.component and len(parts) > 1:
             raise UserError(f"{place.file} holds adapters of two networks, {' and '.join(parts)}, but one is wanted")
-        kinds = cls()
+        kinds = cls(place.component or "".join(parts))
         for key in keys:
             inner = _inside(key, place.component, components)
             if inner is not None:  # else it is of the other expert
@@ -135,6 +156,7 @@ class _Keys:
     def _add(self, key: str, inner: str, names: "_Names") -> None:
         if (match := FACTOR.fullmatch(inner)) and (layer := names.layer(match[1])):
             pair = self.factors.setdefault(layer, {})
+            self.named[layer] = match[1] if "." in match[1] else layer  # kohya's names have no dots
             if pair.setdefault("down" if match[2] in DOWN else "up", key) != key:
                 self.twice.append(key)
         elif (match := ALPHA.fullmatch(inner)) and (layer := names.layer(match[1])):
@@ -181,11 +203,11 @@ class _Names:
     def __init__(self, network: nn.Module, published: Callable[[str], str | None]) -> None:
         self.shapes = {name: tuple(weight.shape) for name, weight in network.named_parameters()}
         self._names: dict[str, str] = {}
-        for weight in self.shapes:
-            name = re.sub(r"\.(weight|bias)$", "", weight)
-            for alias in (name, published(name)):
-                if alias is not None:
-                    self._names[alias] = self._names[f"{UNDERSCORED}{alias.replace('.', '_')}"] = name
+        own = dict.fromkeys(re.sub(r"\.(weight|bias)$", "", weight) for weight in self.shapes)
+        self.kinds = [{name: name for name in own}, {name: published(name) or name for name in own}]
+        for kind in self.kinds:
+            for name, alias in kind.items():
+                self._names[alias] = self._names[f"{UNDERSCORED}{alias.replace('.', '_')}"] = name
 
     def layer(self, name: str) -> str | None:
         """Return the layer that has a weight of two or more axes and this name."""
@@ -194,66 +216,18 @@ class _Names:
 
     def weight(self, name: str, kind: str) -> str | None:
         """Return the weight that a difference of this kind changes."""
-        own = self._names.get(name)
-        wanted = {"diff": (f"{own}.weight", own), "diff_b": (f"{own}.bias",), "diff_param": (own,)}[kind]
+        own = self._names.get(f"{name}.modulation" if kind == "diff_m" else name)
+        wanted = {"diff": (f"{own}.weight", own), "diff_b": (f"{own}.bias",)}.get(kind, (own,))
         return next((key for key in wanted if key in self.shapes), None)
 
 
 def _inside(key: str, component: str, components: Sequence[str]) -> str | None:
     """Return a key without the prefix of its component, or None if it is another component's."""
+    key = WRAPPERS.sub("", key)
     for prefix in components:
         if key.startswith(f"{prefix}."):
             return key.removeprefix(f"{prefix}.") if component in ("", prefix) else None
-    return PREFIX.sub("", key, count=1)
-
-
-class AdapterSettings(Schema):
-    """peft's settings of an adapter, as far as they scale it."""
-
-    r: int | None = Field(None, ge=1)
-    lora_alpha: float | None = None
-    use_rslora: bool = False
-    rank_pattern: dict[str, int] | None = None  # by regular expressions of layers
-    alpha_pattern: dict[str, float] | None = None
-
-    @field_validator("rank_pattern", "alpha_pattern")
-    @classmethod
-    def _are_patterns(cls, values: dict[str, Any] | None) -> dict[str, Any] | None:
-        for pattern in values or {}:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is no pattern of layers: {error}") from error
-        return values
-
-
-def _settings(place: Location, metadata: Mapping[str, str]) -> AdapterSettings | None:
-    """Return peft's settings of the adapter, from its config or from the header that diffusers writes."""
-    if place.config is not None:
-        return read_as(AdapterSettings, place.config)
-    if DIFFUSERS_CONFIG not in metadata:
-        return None
-    where = f"{place.file}: {DIFFUSERS_CONFIG} in its header"
-    held = parse_object(metadata[DIFFUSERS_CONFIG], where)
-    mine = [key for key in held if not place.component or key.startswith(f"{place.component}.")]
-    return checked(AdapterSettings, {key.partition(".")[2]: held[key] for key in mine}, where)
-
-
-def _scale(file: Path, layer: str, rank: int, alpha: float | None, settings: AdapterSettings | None) -> float:
-    """Return alpha / rank of a layer; alpha / sqrt(rank) if peft's settings say so, and 1 if nothing names an alpha."""
-    if settings is None:
-        return (rank if alpha is None else alpha) / rank
-    if alpha is None:
-        stated = _of_layer(settings.rank_pattern, layer, rank if settings.r is None else settings.r)
-        if stated != rank:
-            raise UserError(f"{file}: {layer} has rank {rank}, but the adapter's settings say {stated}")
-        alpha = _of_layer(settings.alpha_pattern, layer, rank if settings.lora_alpha is None else settings.lora_alpha)
-    return alpha / (math.sqrt(rank) if settings.use_rslora else rank)
-
-
-def _of_layer(pattern: Mapping[str, float] | None, layer: str, usual: float) -> float:
-    matching = (value for key, value in (pattern or {}).items() if re.fullmatch(rf"(.*\.)?({key})", layer))
-    return next(matching, usual)
+    return None if key.startswith(CRITIC) else PREFIX.sub("", key, count=1)
 
 
 def _refuse(file: Path, keys: Sequence[str], what: str) -> None:

@@ -13,9 +13,14 @@ class ExpertFileConfig:
     """Adapter made elsewhere, for this expert; empty takes the role's."""
 
 
+Adapters = tuple[Annotated[str, READS], ...]
+
+
 @dataclass(frozen=True)
 class FrozenExpertConfig:
     adapter: ExpertFileConfig = field(default_factory=ExpertFileConfig)
+    adapters: Adapters = ()
+    """Adapters made elsewhere, for this expert, as those of the role; empty takes the role's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +29,7 @@ class AdapterFileConfig:
     """Adapter made elsewhere: a folder or a safetensors file in one of the layouts of docs/weights.md. It is merged
     into the weights before the first step."""
     sha256: Text = ""
-    """SHA-256 of the adapter's files. A run writes it into its config.yaml; other content is refused."""
+    """SHA-256 of the adapter's files, and factors. A run writes it into its config.yaml; other content is refused."""
 
 
 @dataclass(frozen=True)

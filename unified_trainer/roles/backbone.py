@@ -22,6 +22,7 @@ from unified_trainer.parallel.fsdp import (
     ROUNDED,
     average_gradients,
     exchange_gradients,
+    full,
     is_sharded,
     local_part,
     reshard,
@@ -189,15 +190,17 @@ class Backbone:
 
     @torch.no_grad()
     def _start(self, role: str, file: AdapterFile) -> None:
-        """Set the role's adapter to that of a file; a layer with another scale than the adapter's gets it in its B."""
+        """Set the role's adapter, or its first rows, to those of files; a layer's scale goes into B (a collective)."""
         config, weights = self.adapters[role], self.weights(role)
         scale = (config.alpha or config.rank) / config.rank
         for layer in file.layers:
             down, up = file.factors(layer, storage_device(self.mesh), scale)
             for key, value in ((f"{layer}.lora_A.weight", down), (f"{layer}.lora_B.weight", up)):
                 if not bool(value.isfinite().all()):
-                    raise NotFiniteError(f"{file.file}: {layer} holds a value that is not finite")
-                to_local(weights[key]).copy_(local_part(value, weights[key]))
+                    raise NotFiniteError(f"{file.name}: {layer} holds a value that is not finite")
+                whole = full(weights[key]).detach().clone()
+                whole[: len(value), : value.shape[1]] = value
+                to_local(weights[key]).copy_(local_part(whole, weights[key]))
 
     def save_adapter(self, role: str, folder: Path) -> None:
         """Write the role's adapter in peft's layout: adapter_config.json and adapter_model.safetensors."""

@@ -19,7 +19,7 @@ from unified_trainer.models.base import VideoModel
 from unified_trainer.models.sparse_attention import DENSE, SparseAttentionConfig
 from unified_trainer.numerics.flow import GuidanceScale, NoiseLevelLaw, law_on_side
 from unified_trainer.parallel.random import Streams
-from unified_trainer.roles.adapter import AdapterConfig, AdapterFileConfig, FrozenExpertConfig
+from unified_trainer.roles.adapter import AdapterConfig, AdapterFileConfig, Adapters, FrozenExpertConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.blocks import Compile
 from unified_trainer.roles.experts import (
@@ -59,6 +59,9 @@ class RoleConfig:
     """Compile the network's blocks with torch.compile, each as one graph: a slow first step, faster ones after it. auto
     does so on accelerators that have a compiler; blocks that cannot be compiled then run uncompiled, with a warning."""
     adapter: AdapterFileConfig = field(default_factory=AdapterFileConfig)
+    adapters: Adapters = ()
+    """Adapters made elsewhere, in place of `adapter.path`: their changes are added, each times the factor after its
+    colon, as in a.safetensors:0.8 b.safetensors:0.125; without a colon it is 1."""
     high: FrozenExpertConfig = field(default_factory=FrozenExpertConfig)
     low: FrozenExpertConfig = field(default_factory=FrozenExpertConfig)
 
@@ -103,8 +106,8 @@ class TrainableConfig(LearnerConfig, RoleConfig):
 
     @property
     def trains_on_adapter(self) -> bool:
-        paths = (self.adapter.path, self.high.adapter.path, self.low.adapter.path)
-        return any(paths) and not self.adapter.merge
+        named = any(own.adapter.path or own.adapters for own in (self, self.high, self.low))
+        return named and not self.adapter.merge
 
     @property
     def sparse(self) -> SparseAttentionConfig:
@@ -405,7 +408,7 @@ class Trainable(Role):
             )
         if merged := self._backbones[expert].merged:
             raise UserError(
-                f"the adapter of {self.name} is on top of {merged.file}, which is merged into its base: it is of use "
+                f"the adapter of {self.name} is on top of {merged.name}, which is merged into its base: it is of use "
                 "to no other base; write both as one with --adapter merge"
             )
 

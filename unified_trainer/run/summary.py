@@ -45,7 +45,7 @@ def _role(plan: RolePlan, role: Role) -> str:
     passes = role.precision + (", blocks compiled" if role.compiled else "")
     line = f"{plan.path}: {_millions(role.parameters)}, {passes}; "
     for how, files in (("merged with", plan.merged), ("starts from", plan.starts)):
-        line += "".join(f"{how} {file.file}; " for file in files.values())
+        line += "".join(f"{how} {file.name}; " for file in files.values())
     if not isinstance(role, Trainable):
         return line + "not trained"
     trained = sum(math.prod(p.shape) for p in role.weights.values())

@@ -132,7 +132,7 @@ def _check_init_from(run: RunConfig, roles: Mapping[str, RolePlan]) -> None:
     ]
     held = roles_in(manifest.find(run.init_from)[1])
     if both := [name for name in given if name in held]:
-        raise ConfigError(f"{both[0]}.adapter.path and --init-from both give the weights of {both[0]}: leave one out")
+        raise ConfigError(f"adapters and --init-from both give the weights of {both[0]}: leave one of them out")
     trained = {name: role for name, role in roles.items() if issubclass(role.kind, Trainable)}
     check_same({name: weight_shapes(name, role) for name, role in trained.items()}, run.init_from)
 

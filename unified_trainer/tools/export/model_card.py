@@ -120,8 +120,9 @@ def _facts(loaded: LoadedRole, spec: Spec, base: str, method: str, dtype: str) -
         f"adapter of rank {adapter.rank}, alpha {adapter.alpha or adapter.rank:g}" if adapter.rank else "all trained"
     )
     chunks = f", {sampler.chunks.chunk_frames} latent frames at a time" if sampler.chunks.causal else ""
+    merged = " + ".join(Path(text).name for text in loaded.role.config.adapters or (adapter.path,))
     facts = {
-        "base model": base + (f", with {Path(adapter.path).name} merged into it" if adapter.merge else ""),
+        "base model": base + (f", with {merged} merged into it" if adapter.merge else ""),
         "method": f"{method}, step {loaded.metadata['step']}",
         "recipe": run.recipe,
         "weights": f"{loaded.role.name}{' (EMA)' * spec.ema}, {weights}, {dtype}",

@@ -6,8 +6,6 @@ No class is looked up and nothing is called: the opcodes of the pickle make plai
 import io
 import math
 import pickletools
-import re
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import check_file
+from unified_trainer.models.tensor_file import saved
 
 FLOATS = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 OTHERS = ("int64", "int32", "int16", "int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2")  # never read
@@ -72,29 +71,6 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     except (ValueError, LookupError, TypeError) as error:
         said = str(error)[:200]
         raise UserError(f"{file} is no metadata of a distributed checkpoint of tensors ({said})") from error
-
-
-def saved(file: Path, content: io.BytesIO | None = None) -> Any:
-    """Return what torch.save wrote into a file, or into `content` of it: tensors, numbers, texts and containers.
-
-    Raise UserError, naming the file, for everything else, and for compressed tensors, which may fill the memory.
-    """
-    try:
-        with io.BytesIO(content.getvalue()) if content else file.open("rb") as held:
-            zipped = held.read(4) == b"PK\x03\x04"  # else of torch before 1.6, which compresses nothing
-            if zipped:
-                with zipfile.ZipFile(held) as opened:
-                    if any(entry.compress_type for entry in opened.infolist()):
-                        raise ValueError("it is compressed")
-        return torch.load(content or file, map_location="cpu", weights_only=True, mmap=zipped and content is None)
-    except Exception as error:
-        if named := re.search(r"GLOBAL (\S+)", str(error)):
-            raise UserError(
-                f"{file} is no file of tensors alone: its pickle names {named[1]}, which is never run here. If you "
-                "trust the file, load it by torch.load with weights_only=False and save its dictionary of tensors alone"
-            ) from error
-        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-        raise UserError(f"{file} is no file of tensors that torch.save wrote ({said})") from error
 
 
 def _plain(content: bytes) -> Any:

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.input_files import check_file
 from unified_trainer.models.folder import listed_weights
-from unified_trainer.models.tensor_file import opened
-from unified_trainer.tools.prepare.distributed_checkpoint import Stored, saved, stored_tensors
+from unified_trainer.models.tensor_file import opened, saved
+from unified_trainer.tools.prepare.distributed_checkpoint import Stored, stored_tensors
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 PICKLES = ("*.pt", "*.pth", "*.ckpt", "*.bin")
