@@ -358,12 +358,10 @@ CONTENTS = {
     ],
     "videos": [
         ("clips.csv", "path,caption\n", "holds no videos"),
-        ("clips.csv", "path,caption\na.mp4,one\na.mp4,two\n", "names a.mp4 more than once"),
         ("clips.csv", "path\na.mp4\n", "no column caption"),
         ("clips.csv", "caption\na\n", "no column path"),
         ("clips.csv", b"path,caption\na.mp4,\xff\n", "is not UTF-8"),
     ],
-    "captions": [("a.txt", b"\xff", "UTF-8"), ("a.txt", b"\0", "NUL"), ("a.txt", "\u200b", "invisible")],
     "clips": [
         ("a.parquet", b"", "is not whole parquet"),
         ("a.parquet", b"PAR1" + bytes(8) + b"PAR1", "is not whole parquet"),

@@ -291,7 +291,7 @@ def test_a_table_that_cannot_be_used_names_its_row(folders, table, tmp_path, cap
         (row, f"line 1 {tmp_path / 'bad.png'}: cannot be read as an image"),
         (row.replace("bad", "absent"), f"line 1 {tmp_path / 'absent.png'}: no such file"),
         ('{"prompt": "a"}', "line 1 has 0 condition images, and the student takes 1"),
-        (row.replace('"bad.png"', "3"), "line 1 holds 3 instead of paths of images"),
+        (row.replace('"bad.png"', "3"), "line 1 holds 3 instead of a text"),
     ):
         (tmp_path / "prompts.jsonl").write_text(text)
         assert main(words("dmd2", folders["i2v"], tmp_path / "prompts.jsonl", tmp_path / "run")) == 2

@@ -60,12 +60,14 @@ class Image:
         return torch.from_numpy(np.array(self.picture(height, width))).permute(2, 0, 1).float() / 255
 
 
-def cover(picture: Picture.Image, height: int, width: int) -> Picture.Image:
+def cover(
+    picture: Picture.Image, height: int, width: int, resampling: Picture.Resampling = Picture.Resampling.LANCZOS
+) -> Picture.Image:
     """Scale a picture to cover a size and crop it around its center."""
     scale = max(width / picture.width, height / picture.height)
     own_width, own_height = min(width / scale, picture.width), min(height / scale, picture.height)
     left, top = (picture.width - own_width) / 2, (picture.height - own_height) / 2
-    return picture.resize((width, height), Picture.Resampling.LANCZOS, (left, top, left + own_width, top + own_height))
+    return picture.resize((width, height), resampling, (left, top, left + own_width, top + own_height))
 
 
 class Prompt(str):

@@ -1,7 +1,7 @@
 """Clips of the tiny world to train on, rendered and encoded when the run starts."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
@@ -33,15 +33,29 @@ class VideoConfig:
     """Frames per second of written mp4 files, and at which videos to train on are sampled; Wan's videos have 16."""
 
 
+class Columns(NamedTuple):
+    """The columns of a table of videos that settings name."""
+
+    path: str = ""
+    captions: tuple[str, ...] = ()
+
+
+BY_NAME = Columns()
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """The clips to train on, for methods that need some, or the stored trajectories of a teacher."""
 
     path: Annotated[str, READS] = ""
     """Parquet file of encoded clips, or a folder of such files (FastVideo's kinds t2v and i2v); or a small set of
-    videos or images: a folder with x.txt beside x.mp4 or x.png, or a .json, .jsonl or .csv file with columns path and
-    caption; "tiny": clips of the tiny world. For ode_init, parquet files of trajectories (kind ode), which take the
-    place of the teacher."""
+    videos or images: a folder with x.txt beside x.mp4 or x.png, a table with columns path and caption, or another
+    layout of docs/data.md; "tiny": clips of the tiny world. For ode_init, parquet files of trajectories (kind ode),
+    which take the place of the teacher."""
+    path_column: str = ""
+    """Column of a table of videos that holds their paths or the videos; by default path, video, file_name or others."""
+    caption_columns: tuple[str, ...] = ()
+    """Columns of a table of videos that hold their captions, of which each epoch draws one; by default one of them."""
     rejected: Annotated[str, READS] = ""
     """Parquet file or folder with the clips that people or a reward preferred less: row by row the rejected one for the
     clip of data.path with the same id and caption. If path is tiny, clips of another subject."""
@@ -56,30 +70,40 @@ class DataConfig:
     """CPU memory for the row groups that batches are read from at a time, in GiB over all ranks. Of a larger window,
     more row groups are mixed in a batch, and more ranks read row groups of their own."""
 
+    @property
+    def columns(self) -> Columns:
+        """The columns of a table of videos."""
+        return Columns(self.path_column, self.caption_columns)
+
 
 @dataclass(frozen=True)
 class Clips:
-    """A source of captions with clean latents in memory."""
+    """A source of captions with clean latents in memory; a clip may have the captions of several rows."""
 
     prompts: tuple[str, ...]
     encoded: Float[Tensor, "n c t h w"]
     less_preferred: Float[Tensor, "n c t h w"] | None = None  # of a source of pairs
     first_frames: tuple[Image, ...] = ()  # of the clips, where they are condition images
+    clip_of: tuple[int, ...] = ()  # the clip of each row; by default that of the row's own number
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def request(self, index: int) -> Request:
         """Return the caption of a row, and its condition images."""
-        return Request(self.prompts[index], self.first_frames[index : index + 1])
+        clip = self._clips([index])[0]
+        return Request(self.prompts[index], self.first_frames[clip : clip + 1])
 
     def latents(self, indices: list[int]) -> Float[Tensor, "b c t h w"]:
         """Return the normalised latents of these rows."""
-        return take_rows(self.encoded, indices)
+        return take_rows(self.encoded, self._clips(indices))
 
     def rejected(self, indices: list[int]) -> Float[Tensor, "b c t h w"] | None:
         """Return the normalised latents of the clips that are preferred less; None for single clips."""
         return None if self.less_preferred is None else take_rows(self.less_preferred, indices)
+
+    def _clips(self, indices: list[int]) -> list[int]:
+        return [self.clip_of[index] for index in indices] if self.clip_of else indices
 
 
 def check_tiny_clips(video: VideoConfig) -> None:

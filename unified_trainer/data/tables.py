@@ -30,13 +30,12 @@ def read_columns(file: Path, key: str, *choices: Sequence[str], way_out: str = "
     text there.
     """
     place = f"{key} {file}"
-    if file.suffix == ".parquet":
-        rows = _parquet_rows(
-            file, key, lambda held: [_pick(held, choice, place, way_out) for choice in choices], texts=True
-        )
-    else:
-        rows = _text_rows(file, key, choices[0][0])
-    columns = [_pick(row, choice, f"{place}: {where}", way_out) for where, row in rows[:1] for choice in choices]
+
+    def chosen(held: list[str]) -> list[str]:
+        return [pick(held, choice, place, way_out) for choice in choices]
+
+    rows = read_rows(file, key, chosen, choices[0][0], texts=True)
+    columns = [pick(row, choice, f"{place}: {where}", way_out) for where, row in rows[:1] for choice in choices]
     return [(where, tuple(_text(row, name, f"{place}: {where}", way_out) for name in columns)) for where, row in rows]
 
 
@@ -46,13 +45,44 @@ def read_lists(file: Path, key: str, names: Sequence[str]) -> list[tuple[str, ..
     An absent or empty value is an empty tuple. None where no row has such a column. Raise UserError as `read_columns`
     does.
     """
-    if file.suffix == ".parquet":
-        rows = _parquet_rows(file, key, lambda held: [name for name in names if name in held], texts=False)
-    else:
-        rows = _text_rows(file, key, "")
+    rows = read_rows(file, key, lambda held: [name for name in names if name in held])
     if not any(name in row for _, row in rows for name in names):
         return None
-    return [_texts(row, names, f"{key} {file}: {where}") for where, row in rows]
+    values = [(where, next((row[name] for name in names if name in row), None)) for where, row in rows]
+    return [tuple(texts_of(value, f"{key} {file}: {where}")) for where, value in values]
+
+
+def read_rows(
+    file: Path,
+    key: str,
+    chosen: Callable[[list[str]], list[str]],
+    name: str = "",
+    *,
+    texts: bool = False,
+    endings: Sequence[str] = (),
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return place and row of each row of a table; of a .parquet file the columns that `chosen` takes of its own.
+
+    A text in a .json list stands for {name: text}; an object whose keys end in `endings` holds a caption, captions or
+    a row for each path. With `texts`, the columns of a .parquet file must hold texts.
+    """
+    if file.suffix == ".parquet":
+        return _parquet_rows(file, key, chosen, texts=texts)
+    return _text_rows(file, key, name, tuple(endings))
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the lines of a text, which end as on Unix, on Windows or, in CR alone, on old Macs."""
+    return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+
+
+def texts_of(value: object, place: str) -> list[str]:
+    """Return a text or a list of texts as a list; nothing for what is empty. Raise UserError for anything else."""
+    if isinstance(value, list):
+        return [text for inner in value for text in texts_of(inner, place)]
+    if not isinstance(value, str | None):
+        raise UserError(f"{place} holds {value!r} instead of a text")
+    return [value] if value else []
 
 
 def unreadable(text: str) -> str:
@@ -78,14 +108,13 @@ def refuse_unreadable(text: str, place: str) -> None:
         raise UserError(f"{place} {fault}: remove it")
 
 
-def _text_rows(file: Path, key: str, name: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return place and row of a .csv, .json or .jsonl file; a text in a .json list stands for {name: text}."""
+def _text_rows(file: Path, key: str, name: str, endings: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]:
     place = f"{key} {file}"
     if file.suffix == ".csv":
         return _csv_rows(read_text(file, key), place)
     if file.suffix == ".json":
-        return [(f"entry {i}", row) for i, row in enumerate(read_json_rows(file, key, name), 1)]
-    numbered = [(f"line {i}", line) for i, line in enumerate(read_text(file, key).split("\n"), 1) if line.strip()]
+        return [(f"entry {i}", row) for i, row in enumerate(read_json_rows(file, key, name, endings), 1)]
+    numbered = [(f"line {i}", line) for i, line in enumerate(lines_of(read_text(file, key)), 1) if line.strip()]
     return [(where, parse_object(line, f"{place}: {where}")) for where, line in numbered]
 
 
@@ -123,14 +152,6 @@ def _parquet_rows(
         raise UserError(f"{place} cannot be read: {' '.join(str(error).split())}") from error
 
 
-def _texts(row: dict[str, Any], names: Sequence[str], place: str) -> tuple[str, ...]:
-    value = next((row[name] for name in names if name in row), None)
-    texts = value if isinstance(value, list) else [value] if value not in (None, "") else []
-    if not all(isinstance(text, str) and text for text in texts):
-        raise UserError(f"{place} holds {value!r} instead of paths of images")
-    return tuple(texts)
-
-
 def is_text(kind: pa.DataType) -> bool:
     """Return whether a column of this type holds texts."""
     if pa.types.is_dictionary(kind):
@@ -138,7 +159,7 @@ def is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
-def _pick(names: Iterable[str], choice: Sequence[str], place: str, way_out: str) -> str:
+def pick(names: Iterable[str], choice: Sequence[str], place: str, way_out: str) -> str:
     """Return the first name of the choice that a row has."""
     held = list(names)
     present = [name for name in choice if name in held]
@@ -148,7 +169,7 @@ def _pick(names: Iterable[str], choice: Sequence[str], place: str, way_out: str)
 
 
 def _text(row: dict[str, object], name: str, place: str, way_out: str) -> str:
-    value = row[_pick(row, (name,), place, way_out)]
+    value = row[pick(row, (name,), place, way_out)]
     if name == "cap" and isinstance(value, list) and len(value) == 1:  # as in FastVideo's lists of videos
         value = value[0]
     if not isinstance(value, str):

@@ -29,12 +29,13 @@ class VideoError(UserError):
     """A video that cannot be used; the message names the file and the reason."""
 
 
-def read_clip(file: Path, size: VideoConfig) -> np.ndarray:
-    """Return the first `size.frames` frames at `size.fps` per second, uint8 [t, h, w, 3].
+def read_clip(file: Path, size: VideoConfig, start: float = 0.0) -> np.ndarray:
+    """Return `size.frames` frames from `start` on, at `size.fps` per second, uint8 [t, h, w, 3].
 
-    Frame k is the one on show k / fps seconds after the first: faster videos lose frames, slower ones repeat them. A
-    frame is turned as its file says, scaled to cover height and width (bicubic, antialiased, with square pixels) and
-    cropped around its centre. An image is one frame. Raise VideoError for a file that is too short or damaged.
+    Frame k is the one on show start + k / fps seconds after the first: faster videos lose frames, slower ones repeat
+    them. A frame is turned as its file says, scaled to cover height and width (bicubic, antialiased, with square
+    pixels) and cropped around its centre. An image is one frame. Raise VideoError for a file that is too short or
+    damaged.
     """
     if file.suffix.lower() in PICTURES:
         return _image(file, size)
@@ -42,7 +43,7 @@ def read_clip(file: Path, size: VideoConfig) -> np.ndarray:
         with av.open(str(file), options=CONTAINERS) as container:
             if not container.streams.video:
                 raise VideoError(f"{file}: holds no video")
-            frames = _sample(container, size)
+            frames = _sample(container, size, start)
     except (av.FFmpegError, OSError) as error:
         raise VideoError(f"{file}: cannot be decoded ({error.strerror})") from error
     if len(frames) < size.frames:
@@ -63,7 +64,7 @@ def _image(file: Path, size: VideoConfig) -> np.ndarray:
             picture = ImageOps.exif_transpose(opened).convert("RGB")
     except UserError as error:
         raise VideoError(str(error)) from error
-    return np.array(cover(picture, size.height, size.width))[None]
+    return np.array(cover(picture, size.height, size.width, Image.Resampling.BICUBIC))[None]
 
 
 def read_clips(
@@ -92,23 +93,36 @@ def to_video(clip: np.ndarray) -> Video:
     return torch.from_numpy(clip).movedim(-1, 0)[None].float() / 255
 
 
+def read_video(video: CaptionedVideo, size: VideoConfig) -> np.ndarray:
+    """Return `read_clip` of a video, or of its part; VideoError names the place of one that a file holds."""
+    if video.end - video.start < (size.frames - 1) / size.fps:
+        raise VideoError(
+            f"{video.file}: too short: {size.frames} frames go beyond {video.end:g} s, where its part ends"
+        )
+    with video.on_disk() as file:
+        try:
+            return read_clip(file, size, video.start)
+        except VideoError as error:
+            raise VideoError(str(error).replace(str(file), str(video.file))) from error
+
+
 def _attempt(video: CaptionedVideo, size: VideoConfig) -> np.ndarray | VideoError:
     if video.fault:
         return VideoError(f"{video.file}: {video.fault}")
     try:
-        return read_clip(video.file, size)
+        return read_video(video, size)
     except VideoError as error:
         return error
 
 
-def _sample(container: av.container.InputContainer, size: VideoConfig) -> list[np.ndarray]:
-    """Return up to `size.frames` frames; those that are on show at no sampled moment are not converted."""
+def _sample(container: av.container.InputContainer, size: VideoConfig, start: float) -> list[np.ndarray]:
+    """Return up to `size.frames` frames from `start` on; one that is on show at no sampled moment is not converted."""
     stream = container.streams.video[0]
     stream.codec_context.thread_count = 1  # the files are what is decoded in parallel
     rate, pixel = Fraction(size.fps).limit_denominator(1001), float(stream.sample_aspect_ratio or 1)
     frames: list[np.ndarray] = []
     for frame, end in _shown(container.decode(stream), 1 / (stream.average_rate or rate)):
-        wanted = min(math.ceil((end - ROUNDING) * rate), size.frames) - len(frames)
+        wanted = min(math.ceil((end - Fraction(start) - ROUNDING) * rate), size.frames) - len(frames)
         if wanted > 0:
             frames += [_picture(frame, pixel, size)] * wanted
         if len(frames) == size.frames:

@@ -356,7 +356,8 @@ def _source(run: RunConfig, plan: RunPlan, codec: Codec) -> Source:
         return render_clips(run.data, codec, run.video, run.seed, pairs=pairs, first_frames=plan.first_frames)
     stored, rejected = plan.clips.stored, plan.clips.rejected
     if stored is None:
-        return encode_videos(Path(run.data.path), codec, run.video, first_frames=plan.first_frames)
+        path = Path(run.data.path)
+        return encode_videos(path, codec, run.video, run.data.columns, first_frames=plan.first_frames)
     lanes = stored.lanes(plan.batch.prompts, run.data.window_gib)
     if rejected is not None:
         return ParquetPairs(stored, rejected, codec, lanes)

@@ -183,6 +183,25 @@ def test_prompts_alone_become_padded_embeddings(tmp_path, codec):
     assert [row["caption"] for row in rows_of(tmp_path / "out")][2:] == ["a third one"]
 
 
+def test_several_captions_of_a_clip_are_rows(tmp_path):
+    """Each has the latents of the clip and its own embedding; a caption that is added later is one more row."""
+    drawn(tmp_path / "in", 2)
+    texts = [TRAINING[i].caption() for i in range(3)]
+    for captions in (texts[:2], texts):
+        (tmp_path / "in" / "captions.json").write_text(json.dumps({"0.mkv": captions}))
+        assert called(tmp_path / "in", tmp_path / "out") == 0
+    rows = {row["id"]: row for row in rows_of(tmp_path / "out")}
+    assert {name: row["caption"] for name, row in rows.items()} == {
+        "0.mkv": texts[0],
+        "0.mkv#2": texts[1],
+        "0.mkv#3": texts[2],
+        "1.mkv": "video 1",
+    }
+    same = [tensor(rows[name], "vae_latent") for name in ("0.mkv", "0.mkv#2", "0.mkv#3")]
+    assert torch.equal(same[0], same[1]) and torch.equal(same[0], same[2])
+    assert rows["0.mkv"]["text_embedding_bytes"] != rows["0.mkv#2"]["text_embedding_bytes"]
+
+
 def test_bad_videos_are_listed_and_skipped(tmp_path, capsys):
     folder = drawn(tmp_path / "in", 3)
     (folder / "1.txt").unlink()

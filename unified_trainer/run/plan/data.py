@@ -6,7 +6,7 @@ from pathlib import Path
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.data.batch_plan import BatchPlan
-from unified_trainer.data.captioned import CaptionedVideo
+from unified_trainer.data.captioned import CaptionedVideo, left_out
 from unified_trainer.data.clips import check_tiny_clips
 from unified_trainer.data.parquet_files import StoredFiles, read_stored_files
 from unified_trainer.data.prompts import PromptFile, prompts_of, training_captions, validation_captions
@@ -29,7 +29,14 @@ class Clips:
 
     @property
     def captions(self) -> Sequence[str]:
-        return self.stored.captions if self.stored is not None else tuple(video.caption for video in self.videos)
+        return self.stored.captions if self.stored is not None else tuple(caption for _, caption in self._rows)
+
+    @property
+    def _rows(self) -> list[tuple[CaptionedVideo, str]]:
+        return [(video, caption) for video in self.videos for caption in video.captions]
+
+    def __len__(self) -> int:
+        return len(self.videos) if self.stored is None else len(self.stored.captions)
 
     def in_words(self) -> dict[str, str]:
         """Return the files with their names, sizes and captions, which must be equal on all ranks."""
@@ -39,14 +46,14 @@ class Clips:
             for key, files in stored.items()
             if files is not None
         }
-        videos = {"data.path": files_in_words([clips.file for clips in self.videos], self.captions)}
+        videos = {"data.path": files_in_words([clips.holder or clips.file for clips in self.videos], self.captions)}
         return words | (videos if self.videos else {})
 
     def place(self, number: int) -> str:
         """Return where the caption of this number stands."""
         if self.stored is not None:
             return self.stored.place(number)
-        return f"the caption of {self.videos[number].file}"
+        return f"the caption of {self._rows[number][0].file}"
 
 
 SETS = "--validation.sets."  # before the name of a set of prompts
@@ -103,7 +110,7 @@ def read_clips(run: RunConfig, family: Family, folder: Path, latent_shape: Shape
         stored.check_rejected(rejected)
         return Clips(stored=stored, rejected=rejected)
     if run.trains_on == "clips" and holds_videos(path):
-        return Clips(videos=checked_videos(path, run.video))
+        return Clips(videos=checked_videos(path, run.video, run.data.columns))
     return Clips(stored=read_stored_files(path, _row_kind(run, family, folder, latent_shape)))
 
 
@@ -145,6 +152,8 @@ def note_files(run: RunConfig, batch: BatchPlan, prompts: PromptFiles, clips: Cl
     notes = [file.note for file in prompts.values()]
     if clips.stored is not None:
         notes.append(clips.stored.image_note)
+    if clips.videos:
+        notes.append(left_out(Path(run.data.path)))
     for lanes in count_lanes(run, batch, clips).values():
         if lanes < ranks:
             notes.append(
