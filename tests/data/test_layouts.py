@@ -14,7 +14,7 @@ from real_clips import grays, quarters, write_exactly
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.data.captioned import find_videos, left_out
-from unified_trainer.data.clips import Columns, VideoConfig
+from unified_trainer.data.clips import VideoConfig
 from unified_trainer.data.epoch_order import one_of_each
 from unified_trainer.data.prompts import read_prompts
 from unified_trainer.data.raw_clips import checked_videos, encode_videos, holds_videos
@@ -179,9 +179,9 @@ def test_two_spellings_are_one_video_and_its_rows_are_captions(tmp_path, made):
 def test_columns_that_settings_name(tmp_path, made):
     put(tmp_path, made)
     (tmp_path / "clips.csv").write_text("clip,short,long\na.mp4,one,the one\nb.mp4,two,the two\n")
-    with pytest.raises(UserError, match=r"clips\.csv: row 1 has no column path .*: set data\.path_column"):
+    with pytest.raises(UserError, match=r"clips\.csv: row 1 has no column path .*: set data\.columns"):
         find_videos(tmp_path / "clips.csv", "SOURCE")
-    videos = find_videos(tmp_path / "clips.csv", "SOURCE", columns=Columns("clip", ("short", "long")))
+    videos = find_videos(tmp_path / "clips.csv", "SOURCE", columns=("clip", "short", "long"))
     assert [video.captions for video in videos] == [("one", "the one"), ("two", "the two")]
 
 
@@ -204,13 +204,28 @@ def test_several_clips_of_one_video(tmp_path):
 def test_a_list_of_paths_without_captions_or_with_too_few_is_named(tmp_path, made):
     finetrainers(tmp_path / "set", made)
     (tmp_path / "set" / "prompts.txt").write_text("one")
-    with pytest.raises(UserError, match=r"videos\.txt has 2 lines, and prompts\.txt 1: give each a caption"):
+    with pytest.raises(UserError, match=r"videos\.txt has 2 lines, and prompts\.txt 1: write one for each"):
         find_videos(tmp_path / "set", "SOURCE")
     (tmp_path / "set" / "prompts.txt").unlink()
-    with pytest.raises(UserError, match=r"lists videos, and no prompts\.txt beside it"):
-        find_videos(tmp_path / "set", "SOURCE")
+    assert {video.fault[:10] for video in find_videos(tmp_path / "set", "SOURCE")} == {"no caption"}
     with pytest.raises(UserError, match=r"--prompts .*videos\.txt: line 1 is the path of a video or an image"):
         read_prompts(tmp_path / "set" / "videos.txt")
+
+
+def test_the_caption_of_a_video_named_video_is_no_list(tmp_path, made):
+    put(tmp_path, {"video": made["a"]})
+    (tmp_path / "video.txt").write_text("a caption")
+    assert find_videos(tmp_path, "SOURCE")[0].captions == ("a caption",)
+
+
+def test_a_bad_caption_in_a_tar_file_is_a_fault_of_its_clip(tmp_path, made):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, data in {"a.mp4": made["a"], "a.json": b"{", "b.mp4": made["b"], "b.txt": b"two"}.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    bad, good = find_videos(tmp_path / "a.tar", "SOURCE")
+    assert bad.fault.startswith("a.json is not JSON") and (good.captions, good.fault) == (("two",), "")
 
 
 def test_each_epoch_has_one_caption_of_each_clip():

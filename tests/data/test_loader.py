@@ -160,3 +160,13 @@ def test_further_prompts_without_shuffling_follow_the_batch(codec):
     plan = BatchPlan(2, 1, 2, 8, ("a", "b", "c", "d"), further=True)
     one = Loader(Prompts(Request.of(PROMPTS)), codec, plan, LATENT_SHAPE, "", 0, ALONE, shuffle=False)
     assert one.rows(1)[0] == [2, 3] and one.further(1, 0, 9) == [4, 5, 0, 1] and one.further(1, 1, 2) == [5, 0]
+
+
+def test_a_request_may_have_its_own_negative_prompt(codec):
+    """Others have that of the run, and both are known ahead."""
+    requests = (Request("a red circle"), Request("a blue circle", negative="a red circle moving left"))
+    one = loader(codec, source=Prompts(requests), shuffle=False)
+    batch = one.batch(0)
+    expected = codec.encode_text(["", "a red circle moving left"])["text"]
+    assert torch.equal(batch.uncond["text"], expected)
+    assert set(one.prompts(1)) == {"", *(text for request in requests for text in request.texts)}

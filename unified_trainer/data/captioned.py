@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.input_files import BYTE_ORDER_MARK, decoded, parse_object, read_text
-from unified_trainer.data.clips import BY_NAME, Columns
 from unified_trainer.data.folders import files_below
 from unified_trainer.data.tables import TABLES, lines_of, pick, read_rows, refuse_unreadable, texts_of
 
@@ -27,10 +26,11 @@ PATHS = ("path", "video", "file_name", "file", "video_path", "image", "image_pat
 CAPTIONS = ("caption", "text", "prompt", "cap", "captions")
 STARTS, ENDS = ("start", "start_time"), ("end", "end_time")  # columns of seconds
 BESIDE = (".txt", ".caption")  # endings of the text beside a video
-LISTS = tuple(f"{name}{s}.txt" for name in ("video", "image") for s in ("", "s"))  # a path in each line
+LISTS = ("videos.txt", "video.txt", "images.txt", "image.txt")  # a path in each line
+LISTS_OF_CAPTIONS = ("prompts.txt", "prompt.txt", "captions.txt", "caption.txt")  # beside them
+BYTES = (pa.binary(), pa.large_binary())
 NAMED_TABLES = ("videos2caption.json", *(f"{name}{end}" for name in ("captions", "metadata") for end in TABLES))
-
-
+Columns = tuple[str, ...]  # of a table: that of the paths, and those of captions; (): by their names above
 # place, path, caption or captions, all fields, and what reads the video where the file holds it
 Row = tuple[str, Any, Any, Mapping[str, Any], Callable[[], bytes] | None]
 
@@ -77,7 +77,7 @@ class CaptionedVideo:
 
 
 def find_videos(
-    source: Path, key: str, captions: Path | None = None, columns: Columns = BY_NAME
+    source: Path, key: str, captions: Path | None = None, columns: Columns = ()
 ) -> tuple[CaptionedVideo, ...]:
     """Return the videos of a folder in the order of their names, or those of a table or a .tar file in its order.
 
@@ -125,8 +125,14 @@ def is_encoded(file: Path) -> bool:
 
 def lists_videos(file: Path) -> bool:
     """Return whether a file of a folder lists videos or holds some, by its name and the columns of a .parquet file."""
-    packed = file.suffix == ".tar" or (file.suffix == ".parquet" and not is_encoded(file))
-    return packed or file.name in (*NAMED_TABLES, *LISTS)
+    if file.suffix == ".parquet":
+        return not is_encoded(file)
+    return file.suffix == ".tar" or file.name in NAMED_TABLES or (file.name in LISTS and bool(_captions_of(file)))
+
+
+def _captions_of(file: Path) -> list[Path]:
+    """Return the list of captions beside a list of paths, which else is the caption of video.mp4."""
+    return [other for name in LISTS_OF_CAPTIONS if (other := file.with_name(name)).is_file()][:1]
 
 
 def _folder(source: Path, key: str, columns: Columns) -> list[CaptionedVideo]:
@@ -153,6 +159,8 @@ def _kinds(files: Iterable[Path]) -> tuple[str, ...]:
 def _captioned(video: CaptionedVideo, value: Any) -> CaptionedVideo:
     """Return a video with a caption, in UTF-8 if in bytes, or captions; anything else is a fault of the video."""
     try:
+        if isinstance(value, UserError):
+            raise value
         value = decoded(value, "its caption").removeprefix(BYTE_ORDER_MARK) if isinstance(value, bytes) else value
         captions = [" ".join(text.split()) for text in texts_of(value, "its caption")]
         for caption in captions:
@@ -169,10 +177,9 @@ def _listed(file: Path, folder: Path, root: Path, key: str, columns: Columns) ->
     for where, path, value, row, contents in layout(file, key, columns):
         if not isinstance(path, str):
             raise UserError(f"{key} {file}: {where} holds {path!r} instead of the path of a video")
-        inside = os.path.join("videos", path)  # as FastVideo keeps them
-        path = os.path.normpath(
-            path if not os.path.isfile(folder / inside) or os.path.exists(folder / path) else inside
-        )
+        if os.path.isfile(folder / "videos" / path) and not os.path.exists(folder / path):  # as FastVideo keeps them
+            path = os.path.join("videos", path)
+        path = os.path.normpath(path)
         name = os.path.normpath(os.path.join(os.path.relpath(folder, root), path))
         video = CaptionedVideo(name, folder / path, holder=file if contents else None, contents=contents)
         videos.append(_from_start(_captioned(video, value), row))
@@ -186,19 +193,19 @@ def _from_start(video: CaptionedVideo, row: Mapping[str, Any]) -> CaptionedVideo
         begun, ended = float(start or 0), video.end if end is None else float(end)
     except (TypeError, ValueError):
         return replace(video, name=f"{video.name}@{start}", wrong=f"its part from {start} to {end} is not in seconds")
-    return replace(video, name=f"{video.name}@{begun:g}" if begun else video.name, start=begun, end=ended)
+    return replace(video, name=f"{video.name}@{begun:.10g}" if begun else video.name, start=begun, end=ended)
 
 
 def _table_rows(file: Path, key: str, columns: Columns) -> Iterator[Row]:
     """Yield the rows of a table; a .parquet file may hold the videos themselves."""
     schema = pq.read_schema(file) if file.suffix == ".parquet" and not is_encoded(file) else ()
-    packed = {field.name: None for field in schema if pa.types.is_struct(field.type) or pa.types.is_binary(field.type)}
-    known = {*PATHS, *CAPTIONS, *STARTS, *ENDS, columns.path, *columns.captions} - packed.keys()
-    rows = read_rows(file, key, lambda held: [name for name in held if name in known], endings=MEDIA)
+    packed = {field.name: None for field in schema if pa.types.is_struct(field.type) or field.type in BYTES}
+    wanted = {*PATHS, *CAPTIONS, *STARTS, *ENDS, *columns} - packed.keys()
+    rows = read_rows(file, key, wanted, endings=MEDIA)
     held = packed | dict.fromkeys(name for _, row in rows for name in row)
-    place = f"{key} {file}: {rows[0][0]}" if rows else ""
-    path = pick(held, (columns.path,) if columns.path else PATHS, place, ": set data.path_column") if rows else ""
-    texts = columns.captions or (pick(held, CAPTIONS, place, ": set data.caption_columns") if rows else "",)
+    place = f"{key} {file}: {rows[0][0] if rows else ''}"
+    choices = [*((name,) for name in columns), *(PATHS, CAPTIONS)[len(columns) :]] if rows else []
+    path, *texts = [pick(held, choice, place, ": set data.columns") for choice in choices] or [""]
     for number, (where, row) in enumerate(rows):
         contents = partial(_cell, file, path, number) if path in packed else None
         ending = ".png" if path.startswith("image") else ".mp4"
@@ -208,13 +215,10 @@ def _table_rows(file: Path, key: str, columns: Columns) -> Iterator[Row]:
 
 def _list_rows(file: Path, key: str, columns: Columns) -> Iterator[Row]:
     """Yield the rows of a list of paths and of the list of captions beside it, line by line."""
-    beside = [file.with_name(f"{name}{s}.txt") for name in ("prompt", "caption") for s in ("s", "")]
-    texts = next((other for other in beside if other.is_file()), None)
-    if texts is None:
-        raise UserError(f"{key} {file} lists videos, and no prompts.txt beside it holds their captions")
-    paths, captions = (lines_of(read_text(lines, key).rstrip()) for lines in (file, texts))
+    texts = _captions_of(file)
+    paths, captions = (lines_of(read_text(lines, key).rstrip()) for lines in (file, *texts))
     if len(paths) != len(captions):
-        raise UserError(f"{key} {file} has {len(paths)} lines, and {texts.name} {len(captions)}: give each a caption")
+        raise UserError(f"{key} {file} has {len(paths)} lines, and {texts[0].name} {len(captions)}: write one for each")
     for i, (path, caption) in enumerate(zip(paths, captions, strict=True), 1):
         yield f"line {i}", path.strip(), caption, {}, None
 
@@ -232,11 +236,15 @@ def _tar_rows(file: Path, key: str, columns: Columns) -> Iterator[Row]:
     kinds = _kinds(map(Path, parts))
     for name in (name for name in parts if Path(name).suffix.lower() in kinds):
         stem = os.path.splitext(name)[0]
-        read, place = parts.get(f"{stem}.json"), f"{key} {file}: {stem}.json"
-        row = parse_object(decoded(read(), place), place) if read else {}
-        texts = columns.captions or tuple(name for name in CAPTIONS if name in row)[:1]
-        beside = next((parts[stem + end] for end in BESIDE if stem + end in parts), None)
-        value = beside() if beside else [row.get(column) for column in texts]
+        text = next((stem + end for end in (*BESIDE, ".json") if stem + end in parts), "")
+        value: Any = parts[text]() if text else ""
+        row: dict[str, Any] = {}
+        if text.endswith(".json"):
+            try:
+                row = parse_object(decoded(value, text), text)
+                value = [row.get(column) for column in columns[1:] or [name for name in CAPTIONS if name in row][:1]]
+            except UserError as error:
+                value = error
         yield name, f"{file.name}/{name}", value, row, parts[name]
 
 

@@ -1,7 +1,7 @@
 """Clips of the tiny world to train on, rendered and encoded when the run starts."""
 
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -33,16 +33,6 @@ class VideoConfig:
     """Frames per second of written mp4 files, and at which videos to train on are sampled; Wan's videos have 16."""
 
 
-class Columns(NamedTuple):
-    """The columns of a table of videos that settings name."""
-
-    path: str = ""
-    captions: tuple[str, ...] = ()
-
-
-BY_NAME = Columns()
-
-
 @dataclass(frozen=True)
 class DataConfig:
     """The clips to train on, for methods that need some, or the stored trajectories of a teacher."""
@@ -52,10 +42,9 @@ class DataConfig:
     videos or images: a folder with x.txt beside x.mp4 or x.png, a table with columns path and caption, or another
     layout of docs/data.md; "tiny": clips of the tiny world. For ode_init, parquet files of trajectories (kind ode),
     which take the place of the teacher."""
-    path_column: str = ""
-    """Column of a table of videos that holds their paths or the videos; by default path, video, file_name or others."""
-    caption_columns: tuple[str, ...] = ()
-    """Columns of a table of videos that hold their captions, of which each epoch draws one; by default one of them."""
+    columns: tuple[str, ...] = ()
+    """Columns of a table of videos: that of their paths, or of the videos themselves, and those of captions, of which
+    each epoch draws one; by default the first of each that docs/data.md names."""
     rejected: Annotated[str, READS] = ""
     """Parquet file or folder with the clips that people or a reward preferred less: row by row the rejected one for the
     clip of data.path with the same id and caption. If path is tiny, clips of another subject."""
@@ -69,11 +58,6 @@ class DataConfig:
     window_gib: Annotated[float, above(0, 1e6)] = 16.0
     """CPU memory for the row groups that batches are read from at a time, in GiB over all ranks. Of a larger window,
     more row groups are mixed in a batch, and more ranks read row groups of their own."""
-
-    @property
-    def columns(self) -> Columns:
-        """The columns of a table of videos."""
-        return Columns(self.path_column, self.caption_columns)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from typing import Protocol, runtime_checkable
 from zlib import crc32
 
@@ -14,6 +14,7 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Batch, Condition, Trajectory
 from unified_trainer.data.batch_plan import BatchPlan, Position
+from unified_trainer.data.clips import Clips
 from unified_trainer.data.epoch_order import in_file_order, one_of_each, shuffled, shuffled_by_row_groups
 from unified_trainer.models.base import Codec, ImageEncoder
 from unified_trainer.numerics.advantages import curriculum
@@ -39,13 +40,6 @@ class PairSource(Source, Protocol):
 
     def rejected(self, indices: list[int]) -> Tensor | None:
         """Return the clean, normalised latents of the second clips, or None for a source of single clips."""
-
-
-@runtime_checkable
-class CaptionSource(Source, Protocol):
-    """Rows of which several may be captions of one clip: an epoch has one of them, drawn anew."""
-
-    clip_of: Sequence[int]  # the clip of each row; empty where each row has its own
 
 
 @runtime_checkable
@@ -127,7 +121,7 @@ class Loader:
         else:
             groups = self._stored.row_groups
             order = partial(shuffled_by_row_groups, seed=self._seed, row_groups=groups, layouts=layouts)
-        clip_of = self._source.clip_of if isinstance(self._source, CaptionSource) else ()
+        clip_of = self._source.clip_of if isinstance(self._source, Clips) else ()
         if len({*clip_of}) < len(clip_of):
             order, size = partial(one_of_each, order=order, clip_of=clip_of, seed=self._seed), len({*clip_of})
         self._order, self._epoch_size = lru_cache(maxsize=2)(order), size  # of an epoch
@@ -169,7 +163,7 @@ class Loader:
             rows = self._in_order(0, min(drawn, size))
         if self._stored is not None:
             rows = self._stored.to_encode(rows)
-        return [self._negative_prompt, *(self._source.request(row).text for row in rows)]
+        return [self._negative_prompt, *(text for row in rows for text in self._source.request(row).texts)]
 
     def further(self, step: int, skip: int, count: int) -> list[int]:
         """Return up to `count` rows outside the step's batch, after the first `skip` of them; none is repeated."""
@@ -263,17 +257,20 @@ def make_batch(
 ) -> Batch:
     """Make a batch; the requests are encoded unless `cond` holds their conditions.
 
-    `uncond` is the single row of the negative prompt; both branches of guidance have the images of their row.
+    `uncond` is the single row of the negative prompt, for requests without one of their own; both branches of guidance
+    have the images of their row.
     """
     if cond is None:
         cond = conditions_of(codec, requests, latent_shape)
+    negatives = [codec.encode_text([request.negative]) if request.negative else uncond for request in requests]
+    own = any(request.negative for request in requests)
     return Batch(
         requests=tuple(requests),
         prompt_ids=tuple(prompt_ids),
         sample_ids=tuple(sample_ids),
         latent_shape=latent_shape,
         cond=cond,
-        uncond=cond.updated(uncond.expand(len(requests))),
+        uncond=cond.updated(reduce(Condition.cat, negatives) if own else uncond.expand(len(requests))),
         latents=latents,
         trajectory=trajectory,
         rejected=rejected,

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from unified_trainer.basics.requests import Image
-from unified_trainer.data.captioned import MEDIA, CaptionedVideo, find_videos, is_encoded, lists_videos
-from unified_trainer.data.clips import BY_NAME, Clips, Columns, VideoConfig
+from unified_trainer.data.captioned import MEDIA, CaptionedVideo, Columns, find_videos, is_encoded, lists_videos
+from unified_trainer.data.clips import Clips, VideoConfig
 from unified_trainer.data.folders import files_below
 from unified_trainer.data.tables import TABLES
 from unified_trainer.data.video_reader import VideoError, read_clips, to_video
@@ -27,7 +27,7 @@ def holds_videos(path: Path) -> bool:
     return path.suffix in (*TABLES, ".tar")
 
 
-def checked_videos(path: Path, size: VideoConfig, columns: Columns = BY_NAME) -> tuple[CaptionedVideo, ...]:
+def checked_videos(path: Path, size: VideoConfig, columns: Columns = ()) -> tuple[CaptionedVideo, ...]:
     """Return the videos of data.path if all are there and have captions; else VideoError as `check_videos` raises."""
     videos = find_videos(path, "data.path", columns=columns)
     if any(video.fault for video in videos):
@@ -35,14 +35,14 @@ def checked_videos(path: Path, size: VideoConfig, columns: Columns = BY_NAME) ->
     return videos
 
 
-def check_videos(path: Path, size: VideoConfig, columns: Columns = BY_NAME) -> None:
+def check_videos(path: Path, size: VideoConfig, columns: Columns = ()) -> None:
     """Decode the videos of data.path; VideoError names those that are not there, have no caption or are too short."""
     clips = read_clips(find_videos(path, "data.path", columns=columns), size, WORKERS)
     _refuse(path, [str(clip) for _, clip in clips if isinstance(clip, VideoError)])
 
 
 def encode_videos(
-    path: Path, codec: Codec, size: VideoConfig, columns: Columns = BY_NAME, *, first_frames: bool = False
+    path: Path, codec: Codec, size: VideoConfig, columns: Columns = (), *, first_frames: bool = False
 ) -> Clips:
     """Decode and encode a clip of each video; VideoError names those that cannot be used.
 

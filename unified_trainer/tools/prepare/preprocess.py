@@ -18,10 +18,11 @@ from unified_trainer.basics.terminal import say
 from unified_trainer.data.captioned import CaptionedVideo, find_videos, left_out
 from unified_trainer.data.fastvideo import I2V, T2V, TEXT_ONLY, image_columns, t2v_row, text_of, with_text
 from unified_trainer.data.negative_prompt import use_negative_prompt, write_negative_prompt
-from unified_trainer.data.prompts import read_prompts
+from unified_trainer.data.prompts import PromptFile, read_prompts
 from unified_trainer.data.video_reader import VideoError, read_clips, to_video
 from unified_trainer.models.base import Codec, ImageEncoder
 from unified_trainer.models.hub import is_hub_id
+from unified_trainer.models.prompt_lengths import cut_in_words
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.run.checkpoint.run_lock import claimed
@@ -120,8 +121,9 @@ def preprocess(
         return
     shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
     kind, schema = ("i2v", I2V) if family.image_tensors(folder, shape) else ("t2v", T2V)
-    prompts = read_prompts(source, "SOURCE").prompts if source.suffix == ".txt" else ()
-    videos = () if prompts else find_videos(source, "SOURCE", captions, run.data.columns)
+    file = read_prompts(source, "SOURCE") if source.suffix == ".txt" else PromptFile(())
+    videos = () if file.requests else find_videos(source, "SOURCE", captions, run.data.columns)
+    texts = [*zip(file.places, file.prompts, strict=True), *(row for video in videos for row in video.rows)]
     check_output(out, ABOUT, WHAT)
     with claimed(out, mesh) as note:
         if note:
@@ -137,12 +139,13 @@ def preprocess(
         written = ClipFolder(out, with_text(schema if videos else TEXT_ONLY, codec), rows_per_file)
         if not use_negative_prompt(out, negative, codec):
             write_negative_prompt(out, negative, codec)
-        if note := left_out(source):
+        cut = cut_in_words(codec.cut, [text for _, text in texts], lambda i: texts[i][0], "the text encoder")
+        for note in filter(None, (left_out(source), cut)):
             say(note)
         if videos:
             _write_videos(videos, written, codec, run, workers, strict, out, images=kind == "i2v")
         else:
-            _write_prompts(prompts, written, codec, out)
+            _write_prompts(file.prompts, written, codec, out)
 
 
 def _one_process(device: Device, parallel: ParallelConfig) -> Mesh:
