@@ -158,6 +158,7 @@ def test_linked_folders_count_once_and_hidden_files_not_at_all(tmp_path, made):
     inside, outside = put(tmp_path / "set" / "real", made), put(tmp_path / "else", made)
     (tmp_path / "set" / "again").symlink_to(inside)
     (tmp_path / "set" / "linked").symlink_to(outside)
+    (tmp_path / "set" / "other").symlink_to(outside)
     (outside / "back").symlink_to(tmp_path / "set")
     (inside / "._a.mp4").write_bytes(b"\0\5")
     put(inside / ".cache", made)

@@ -142,7 +142,7 @@ def test_another_checkpoint_is_refused(theirs, folder, tmp_path, capsys, change,
     ("prompt", "cleaned"),
     [
         ("it\u2019s a \u201csign\u201d", 'it\'s a "sign"'),
-        ("salt &amp;amp; pepper", "salt & pepper"),
+        ("<b> salt &amp;amp; pepper", "<b> salt & pepper"),
         ("  A\tRed\n circle ", "a red circle"),
         ("caf\u00c3\u00a9", "caf\u00e9"),
         ("\uff21\uff22 \ufb01t", "ab fit"),
