@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image as Picture
+from real_clips import read_clip
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.pictures import FORMATS, MOST_PIXELS, open_picture
 from unified_trainer.basics.requests import Image
 from unified_trainer.data.clips import VideoConfig
-from unified_trainer.data.video_reader import VideoError, read_clip
+from unified_trainer.data.video_reader import VideoError
 from unified_trainer.rewards.hpsv3_preprocessing import as_bytes
 from unified_trainer.rewards.image_json import images_from_json
 

@@ -6,14 +6,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers import tiny_codec
-from real_clips import REAL, grays, quarters, real_folder, write_exactly
+from real_clips import REAL, grays, quarters, read_clip, real_folder, write_exactly
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.data.captioned import find_videos
 from unified_trainer.data.clips import VideoConfig
 from unified_trainer.data.raw_clips import checked_videos, encode_videos, holds_videos
 from unified_trainer.data.tables import TABLES
-from unified_trainer.data.video_reader import VideoError, read_clip, to_video
+from unified_trainer.data.video_reader import VideoError, to_video
 
 ROWS = [{"path": "b.mp4", "caption": "two, words"}, {"path": "deep/a.mp4", "caption": "one"}]
 
@@ -41,12 +41,8 @@ def folder_of(root):
 
 def test_a_folder_with_captions_beside(tmp_path):
     first, second = find_videos(folder_of(tmp_path / "videos"), "SOURCE")
-    assert (first.name, first.caption, second.name, second.caption) == (
-        "b.MP4",
-        "",
-        "deep/a.mp4",
-        "a caption of two lines",
-    )
+    assert (first.name, first.captions) == ("b.MP4", ())
+    assert (second.name, second.captions) == ("deep/a.mp4", ("a caption of two lines",))
     assert first.fault == "no caption: b.txt is missing or empty" and second.fault == ""
 
 
@@ -55,9 +51,9 @@ def test_tables_name_files_below_their_folder(tmp_path, suffix):
     folder_of(tmp_path)
     write_table(tmp_path / f"clips{suffix}", ROWS)
     videos = find_videos(tmp_path / f"clips{suffix}", "SOURCE")
-    assert [(one.name, one.caption, one.fault) for one in videos] == [
-        ("b.mp4", "two, words", "no such file"),
-        ("deep/a.mp4", "one", ""),
+    assert [(one.name, one.captions, one.fault) for one in videos] == [
+        ("b.mp4", ("two, words",), "no such file"),
+        ("deep/a.mp4", ("one",), ""),
     ]
     (tmp_path / "elsewhere").mkdir()
     write_table(tmp_path / "elsewhere" / f"clips{suffix}", ROWS)
@@ -75,11 +71,11 @@ def test_tables_name_files_below_their_folder(tmp_path, suffix):
         (
             "a.jsonl",
             '{"path": "a.mp4"}\n',
-            r"a\.jsonl: line 1 has no column caption or text or prompt or cap, only path",
+            r"a\.jsonl: line 1 has no column caption or text or prompt or cap or captions, only path",
         ),
-        ("a.csv", "path,caption\na.mp4\n", r"a\.csv: row 1 holds None instead of a text"),
         ("a.csv", "path,caption\n", r"a\.csv holds no videos"),
-        ("a.jsonl", '{"path": "a", "caption": ""}\n{"path": "a", "caption": "b"}\n', "names a more than once"),
+        ("a.jsonl", '{"path": 3, "caption": "b"}\n', "line 1 holds 3 instead of the path of a video"),
+        ("a.tar", "no", r"a\.tar cannot be read as a \.tar file without compression"),
         ("a.parquet", "no", r"a\.parquet cannot be read"),
         ("a.zip", "", r"a\.zip is neither a folder of videos nor a table"),
     ],
@@ -97,11 +93,19 @@ def test_an_empty_folder_and_an_absent_one_are_named(tmp_path):
         find_videos(tmp_path / "absent", "SOURCE")
 
 
-def test_a_caption_that_is_no_text_is_named(tmp_path):
+def test_a_bad_caption_is_a_fault_of_its_clip_alone(tmp_path):
     folder_of(tmp_path / "videos")
-    (tmp_path / "videos" / "b.txt").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(UserError, match=r"b\.txt is not UTF-8: byte 1"):
-        find_videos(tmp_path / "videos", "SOURCE")
+    for data, words in ((b"\xff", "is not UTF-8: byte 1"), (b"\0", "NUL"), ("\u200b".encode(), "invisible")):
+        (tmp_path / "videos" / "b.txt").write_bytes(data)
+        bad, good = find_videos(tmp_path / "videos", "SOURCE")
+        assert bad.fault.startswith("its caption ") and words in bad.fault and good.fault == ""
+    rows = [{"path": "b.MP4", "caption": value} for value in ("a\0b", 3, None)]
+    (tmp_path / "videos" / "deep" / "a.txt").unlink()
+    for row, words in zip(rows, ["holds a NUL", "holds 3 instead of a text", "no caption: b.txt is"], strict=True):
+        table = [row, {"path": "deep/a.mp4", "caption": "one"}]
+        (tmp_path / "videos" / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
+        bad, good = find_videos(tmp_path / "videos", "SOURCE")
+        assert words in bad.fault and (good.captions, good.fault) == (("one",), "")
 
 
 # Raw clips of a run.

@@ -50,6 +50,21 @@ def test_a_batch_is_a_function_of_the_step_alone(codec):
         assert torch.equal(one.cond["text"], other.cond["text"])
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_an_epoch_has_each_clip_with_one_of_its_captions(codec, shuffle):
+    """Drawn by seed and epoch: every caption in time, equal by rank and after a restart, all encoded ahead."""
+    clip_of = (0, 0, 1, 2, 2, 2)
+    source = Clips(PROMPTS, torch.arange(3.0).view(3, 1, 1, 1, 1).expand(3, *LATENT_SHAPE), clip_of=clip_of)
+    one = loader(codec, 3, source=source, shuffle=shuffle)
+    batches = [one.batch(step) for step in range(12)]
+    assert all(sorted(clip_of[row] for row in batch.prompt_ids) == [0, 1, 2] for batch in batches)
+    assert {row for batch in batches for row in batch.prompt_ids} == set(range(6))
+    for batch in batches:
+        assert batch.latents[:, 0, 0, 0, 0].tolist() == [clip_of[row] for row in batch.prompt_ids]
+    assert loader(codec, 3, source=source, shuffle=shuffle).batch(7).prompt_ids == batches[7].prompt_ids
+    assert set(one.prompts(12)[1:]) == set(PROMPTS) and len(one.prompts(1)) == 4
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
 def test_the_prompts_of_a_run_are_known_ahead(codec, steps):
     """The negative prompt and those of the steps' batches, each once, as far as the steps go."""
@@ -145,3 +160,13 @@ def test_further_prompts_without_shuffling_follow_the_batch(codec):
     plan = BatchPlan(2, 1, 2, 8, ("a", "b", "c", "d"), further=True)
     one = Loader(Prompts(Request.of(PROMPTS)), codec, plan, LATENT_SHAPE, "", 0, ALONE, shuffle=False)
     assert one.rows(1)[0] == [2, 3] and one.further(1, 0, 9) == [4, 5, 0, 1] and one.further(1, 1, 2) == [5, 0]
+
+
+def test_a_request_may_have_its_own_negative_prompt(codec):
+    """Others have that of the run, and both are known ahead."""
+    requests = (Request("a red circle"), Request("a blue circle", negative="a red circle moving left"))
+    one = loader(codec, source=Prompts(requests), shuffle=False)
+    batch = one.batch(0)
+    expected = codec.encode_text(["", "a red circle moving left"])["text"]
+    assert torch.equal(batch.uncond["text"], expected)
+    assert set(one.prompts(1)) == {"", *(text for request in requests for text in request.texts)}

@@ -9,13 +9,13 @@ import pytest
 from helpers import REPO
 from odd_media import CLEAR, HLG, MADE, PQ, QUARTERS, h264, moving, picture, signals, spoilt, write
 from PIL import Image, ImageCms
-from real_clips import grays, write_exactly
+from real_clips import grays, read_clip, write_exactly
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.requests import Image as ConditionImage
 from unified_trainer.data.clips import VideoConfig
 from unified_trainer.data.media import DamagedError, Fact, VideoError, summary
-from unified_trainer.data.video_reader import inspect_clip, read_clip
+from unified_trainer.data.video_reader import inspect_clip
 
 FIVE = VideoConfig(5, 64, 64, 8)
 ONE = replace(FIVE, frames=1)

@@ -5,11 +5,15 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers import tiny_codec
 
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.data.prompts import read_prompts, training_captions, validation_captions
 from unified_trainer.data.tiny_world import HELD_OUT, SUBJECT_OF_CAPTION, SUBJECTS, TRAINING
+from unified_trainer.models.prompt_lengths import cut_in_words
+from unified_trainer.rewards.base import RewardConfig
+from unified_trainer.rewards.scorers import check_prompts
 from unified_trainer.tools.sample.sample import read_lines
 
 
@@ -158,3 +162,44 @@ def test_a_folder_of_videos_beside_is_no_prompt(tmp_path, monkeypatch):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"absent\.txt: no such file"):
         read_prompts(tmp_path / "absent.txt")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_a_row_may_have_its_own_negative_prompt(tmp_path, kind):
+    """Rows that differ in it are not the same; an empty one is that of the run."""
+    rows = [("one", "red"), ("one", ""), ("two", "blue"), ("two", "blue")]
+    lines = [json.dumps({"prompt": text, "negative_prompt": negative}) for text, negative in rows]
+    table = "\n".join(["prompt,negative_prompt", *map(",".join, rows)] if kind == "csv" else lines)
+    (tmp_path / f"a.{kind}").write_text(table)
+    read = read_prompts(tmp_path / f"a.{kind}")
+    assert [(request.text, request.negative) for request in read.requests] == rows[:3]
+    assert len({request.identity for request in read.requests}) == 3
+
+
+@pytest.mark.parametrize("text", ["a.mp4\nb/c.MOV\n", "x/y.png\n\na cat\nb.jpg\n"])
+def test_paths_are_no_prompts(tmp_path, text):
+    with pytest.raises(UserError, match=r"prompts\.txt: line 1 is the path of a video or an image, as most are"):
+        read_prompts(written(tmp_path, text))
+    assert read_prompts(written(tmp_path, f"{text}a dog\na cow\nphoto of IMG_1.jpg\na fox")).prompts
+
+
+def test_prompts_that_the_text_encoder_cuts_are_counted_with_their_lines(tmp_path):
+    """They have equal embeddings if they are equal up to there; a prompt of just the length is not cut."""
+    codec = tiny_codec()
+    longest, _ = codec.cut([])
+    fits = "a red circle " + "moving " * (longest - 4)  # and the end token
+    file = read_prompts(written(tmp_path, f"{fits}\na dog\n{fits} left\n{fits} right\n"))
+    assert codec.cut(file.prompts) == (longest, [2, 3])
+    _, other, left, right = codec.encode_text(file.prompts)["text"]
+    assert (left == right).all() and not (other == left).all()
+    note = cut_in_words(codec.cut, *file.placed, "the text encoder")
+    assert note.startswith(f"warning: 2 of 4 prompts are longer than the {longest} tokens that the text encoder reads")
+    assert "prompts.txt: line 3" in note and note.endswith("prompts.txt: line 4")
+    assert cut_in_words(codec.cut, file.prompts[:2], str, "the text encoder") == ""
+
+
+def test_a_prompt_without_quotes_is_refused_before_an_ocr_run(tmp_path):
+    file = read_prompts(written(tmp_path, 'a sign "open"\na dog\n'))
+    with pytest.raises(UserError, match=r"prompts\.txt: line 2 has no words in double quotes, which the scorer ocr"):
+        check_prompts(RewardConfig(kind="ocr"), file.placed)
+    assert check_prompts(RewardConfig(kind="ocr"), (file.prompts[:1], str)) == []

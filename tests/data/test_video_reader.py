@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from odd_media import turned
 from PIL import Image
-from real_clips import grays, quarters, real_video, write_exactly
+from real_clips import grays, quarters, read_clip, real_video, write_exactly
 
 from unified_trainer.data.captioned import CaptionedVideo
 from unified_trainer.data.clips import VideoConfig
 from unified_trainer.data.video_files import write_mp4
-from unified_trainer.data.video_reader import VideoError, read_clip, read_clips, to_video
+from unified_trainer.data.video_reader import VideoError, read_clips, to_video
 
 
 def colors(clip: np.ndarray) -> list[str]:
@@ -176,8 +176,8 @@ def test_bad_files_are_named(tmp_path):
 @pytest.mark.parametrize("workers", [1, 3])
 def test_clips_come_in_order_each_with_its_video(tmp_path, workers):
     files = [write_exactly(tmp_path / f"{i}.mkv", grays(8)[i : i + 5], 8) for i in range(4)]
-    videos = [CaptionedVideo(file.name, file, "a caption") for file in files]
-    videos.insert(2, CaptionedVideo("absent.mkv", tmp_path / "absent.mkv", "a caption"))
+    videos = [CaptionedVideo(file.name, file, ("a caption",)) for file in files]
+    videos.insert(2, CaptionedVideo("absent.mkv", tmp_path / "absent.mkv", ("a caption",)))
     read = list(read_clips(videos, VideoConfig(5, 16, 16, 8), workers))
     assert [video for video, _ in read] == videos
     assert isinstance(read[2][1], VideoError) and str(read[2][1]).endswith("absent.mkv: no such file")
@@ -200,3 +200,13 @@ def test_a_list_of_files_is_no_video(tmp_path, text):
     (tmp_path / "list.mp4").write_text(text)
     with pytest.raises(VideoError, match="cannot be decoded"):
         read_clip(tmp_path / "list.mp4", size)
+
+
+def test_an_image_is_scaled_as_a_frame_is(tmp_path):
+    """Bicubic and antialiased, as the frames of videos: an edge has none of Lanczos' second lobes."""
+    edge = np.zeros((32, 32, 3), np.uint8)
+    edge[:, 16:] = 200
+    Image.fromarray(edge).save(tmp_path / "a.png")
+    small = read_clip(tmp_path / "a.png", VideoConfig(1, 16, 16, 8))[0]
+    assert (small == np.asarray(Image.fromarray(edge).resize((16, 16), Image.Resampling.BICUBIC))).all()
+    assert (small != np.asarray(Image.fromarray(edge).resize((16, 16), Image.Resampling.LANCZOS))).any()

@@ -16,7 +16,7 @@ from forked import program
 from helpers import ALONE, OF_CLIPS, OF_SAMPLES, assert_one_training, assert_same, checkpoint_of, cut_off, flags
 from i2v_folder import i2v_folder
 from PIL import Image as Picture
-from real_clips import quarters, write_exactly
+from real_clips import quarters, read_clip, write_exactly
 from safetensors.torch import save_file
 from ti2v_folder import ti2v_folder
 from torch.utils.flop_counter import FlopCounterMode
@@ -31,7 +31,7 @@ from unified_trainer.data.loader import make_batch
 from unified_trainer.data.parquet import ParquetFirstFrames
 from unified_trainer.data.parquet_files import read_stored_files
 from unified_trainer.data.row_kinds import ClipRows
-from unified_trainer.data.video_reader import read_clip, to_video
+from unified_trainer.data.video_reader import to_video
 from unified_trainer.models.adapter_file import open_adapter
 from unified_trainer.models.adapter_location import locate
 from unified_trainer.models.base import name_in
@@ -301,7 +301,7 @@ def test_a_table_that_cannot_be_used_names_its_row(folders, table, tmp_path, cap
         (row, f"line 1 {tmp_path / 'bad.png'}: cannot be read as an image"),
         (row.replace("bad", "absent"), f"line 1 {tmp_path / 'absent.png'}: no such file"),
         ('{"prompt": "a"}', "line 1 has 0 condition images, and the student takes 1"),
-        (row.replace('"bad.png"', "3"), "line 1 holds 3 instead of paths of images"),
+        (row.replace('"bad.png"', "3"), "line 1 holds 3 instead of a text"),
     ):
         (tmp_path / "prompts.jsonl").write_text(text)
         assert main(words("dmd2", folders["i2v"], tmp_path / "prompts.jsonl", tmp_path / "run")) == 2

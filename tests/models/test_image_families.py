@@ -767,3 +767,8 @@ def test_plan_knows_the_sizes_of_a_folder_and_of_the_published_model(case, folde
     assert main(["plan", *given, "--hardware", "2xH100"]) == 0
     assert main(["plan", *given, "--hardware", "H100", "--sampler.chunks.chunk-frames", "1"]) == 2
     assert "has no causal form" in capsys.readouterr().err
+
+
+def test_a_prompt_of_more_tokens_than_the_text_encoder_reads_is_told(case, folder):
+    longest, numbers = codec_of(case, folder).cut([PROMPTS[1], "word " * 4096])
+    assert numbers == [1] and 0 < longest < 4096

@@ -1,5 +1,6 @@
 """The CLIP scorer against transformers' own model and processor, on a small random folder."""
 
+import copy
 import dataclasses
 import json
 import re
@@ -16,10 +17,10 @@ from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.rewards.aesthetic import load_head
-from unified_trainer.rewards.clip import CLIP
+from unified_trainer.rewards.clip import CLIP, special_tokens
 from unified_trainer.rewards.frame_consistency import frame_consistency
 from unified_trainer.rewards.reward import RewardConfig
-from unified_trainer.rewards.scorers import check_reward, load_scorers
+from unified_trainer.rewards.scorers import check_prompts, check_reward, load_scorers
 
 PROMPTS = ["a red circle", "blue square moves up", "a red circle"]
 IMAGES = torch.rand(3, 3, 40, 56, generator=torch.Generator().manual_seed(0))
@@ -243,3 +244,20 @@ def test_folder_and_head_must_be_given(folder, tmp_path):
             check_reward(RewardConfig(kind="aesthetic", path=path, settings={"head": head}), 1)
     with pytest.raises(UserError, match="is damaged or cut short"):
         load_head(tmp_path / "text", 8)
+
+
+def test_prompts_that_are_cut_are_told_before_a_run(folder):
+    words = "abcdefghijklmnopqrstuvw"
+    (note,) = check_prompts(
+        RewardConfig(kind="clip", path=str(folder)), (["a", words], lambda number: f"line {number}")
+    )
+    assert note.startswith("warning: 1 of 2 prompts are longer than the") and note.endswith("cuts them: line 1")
+    assert "the scorer clip reads" in note
+
+
+def test_a_token_that_pads_alone_is_text(clip):
+    """Stable Diffusion 2's tokenizer pads with "!"; where the end token pads, it stays special."""
+    assert clip.tokenizer.eos_token in special_tokens(clip.tokenizer)
+    own = copy.deepcopy(clip.tokenizer)
+    own.pad_token = "!"
+    assert "!" not in special_tokens(own) and own.eos_token in special_tokens(own)

@@ -7,6 +7,9 @@ from pathlib import Path
 import av
 import numpy as np
 
+from unified_trainer.data.clips import VideoConfig
+from unified_trainer.data.video_reader import inspect_clip
+
 REAL = {
     "bigbuckbunny": "a rabbit looks out of its hole in the grass",
     "bikes": "bicycles parked in a street",
@@ -56,3 +59,8 @@ def quarters(count: int, height: int, width: int) -> np.ndarray:
     frames[:, height // 2 :, : width // 2] = (0, 0, 255)
     frames[:, height // 2 :, width // 2 :] = (255, 255, 255)
     return frames
+
+
+def read_clip(file: Path, size: VideoConfig) -> np.ndarray:
+    """Return the frames of a file."""
+    return inspect_clip(file, size).frames

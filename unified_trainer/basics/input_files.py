@@ -71,9 +71,13 @@ def _decoded(file: Path, key: str, mib: int | None) -> str:
     try:
         if mib is not None and file.stat().st_size > mib * 2**20:
             raise UserError(f"{place} has {file.stat().st_size / 2**20:.1f} MiB; such files have at most {mib} MiB")
-        data = file.read_bytes()
+        return decoded(file.read_bytes(), place)
     except OSError as error:
         raise UserError(f"{place} cannot be read: {error.strerror}") from error
+
+
+def decoded(data: bytes, place: str) -> str:
+    """Return the text that UTF-8 bytes hold; raise UserError, which begins with `place`, for others."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -92,13 +96,17 @@ def read_json(file: Path) -> dict[str, Any]:
     return parse_object(text, str(file), "fetch or write it again")
 
 
-def read_json_rows(file: Path, key: str, name: str) -> list[dict[str, Any]]:
+def read_json_rows(file: Path, key: str, name: str, endings: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Read the objects of a JSON list, or of the list `data` of a JSON object; a text t stands for {name: t}.
 
+    An object whose keys all end in `endings` holds a caption, a list of captions or a row for each path.
     Raise UserError, naming the file and the entry, for anything else.
     """
     place = _place(file, key)
     content = _parsed(read_text(file, key, JSON_MIB), place)
+    if endings and isinstance(content, dict) and all(path.lower().endswith(endings) for path in content):
+        of = {path: value if isinstance(value, dict) else {"caption": value} for path, value in content.items()}
+        return [{"path": path, **row} for path, row in of.items()]
     rows = content.get("data") if isinstance(content, dict) else content
     if not isinstance(rows, list):
         raise UserError(f"{place} must hold a JSON list, or an object whose data is a list, not {_kind(content)}")

@@ -117,6 +117,12 @@ class Request:
 
     text: str
     images: tuple[Image, ...] = ()
+    negative: str = ""  # prompt of the unconditional branch of guidance; empty: that of the run
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The prompts that are encoded."""
+        return (self.text, self.negative) if self.negative else (self.text,)
 
     @property
     def prompt(self) -> str:
@@ -125,8 +131,9 @@ class Request:
 
     @property
     def identity(self) -> str:
-        """The text, and the digests of the images: equal for equal requests alone."""
-        return self.text + "".join(f"\0{image.sha256}" for image in self.images)
+        """The text, the digests of the images and the negative prompt: equal for equal requests alone."""
+        negative = f"\0\0{self.negative}" if self.negative else ""
+        return self.text + "".join(f"\0{image.sha256}" for image in self.images) + negative
 
     @property
     def files(self) -> dict[str, list[str]]:

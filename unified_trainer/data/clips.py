@@ -39,9 +39,12 @@ class DataConfig:
 
     path: Annotated[str, READS] = ""
     """Parquet file of encoded clips, or a folder of such files (FastVideo's kinds t2v and i2v); or a small set of
-    videos or images: a folder with x.txt beside x.mp4 or x.png, or a .json, .jsonl or .csv file with columns path and
-    caption; "tiny": clips of the tiny world. For ode_init, parquet files of trajectories (kind ode), which take the
-    place of the teacher."""
+    videos or images: a folder with x.txt beside x.mp4 or x.png, a table with columns path and caption, or another
+    layout of docs/data.md; "tiny": clips of the tiny world. For ode_init, parquet files of trajectories (kind ode),
+    which take the place of the teacher."""
+    columns: tuple[str, ...] = ()
+    """Columns of a table of videos: that of their paths, or of the videos themselves, and those of captions, of which
+    each epoch draws one; by default the first of each that docs/data.md names."""
     rejected: Annotated[str, READS] = ""
     """Parquet file or folder with the clips that people or a reward preferred less: row by row the rejected one for the
     clip of data.path with the same id and caption. If path is tiny, clips of another subject."""
@@ -59,27 +62,32 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class Clips:
-    """A source of captions with clean latents in memory."""
+    """A source of captions with clean latents in memory; a clip may have the captions of several rows."""
 
     prompts: tuple[str, ...]
     encoded: Float[Tensor, "n c t h w"]
     less_preferred: Float[Tensor, "n c t h w"] | None = None  # of a source of pairs
     first_frames: tuple[Image, ...] = ()  # of the clips, where they are condition images
+    clip_of: tuple[int, ...] = ()  # the clip of each row; by default that of the row's own number
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def request(self, index: int) -> Request:
         """Return the caption of a row, and its condition images."""
-        return Request(self.prompts[index], self.first_frames[index : index + 1])
+        clip = self._clips([index])[0]
+        return Request(self.prompts[index], self.first_frames[clip : clip + 1])
 
     def latents(self, indices: list[int]) -> Float[Tensor, "b c t h w"]:
         """Return the normalised latents of these rows."""
-        return take_rows(self.encoded, indices)
+        return take_rows(self.encoded, self._clips(indices))
 
     def rejected(self, indices: list[int]) -> Float[Tensor, "b c t h w"] | None:
         """Return the normalised latents of the clips that are preferred less; None for single clips."""
         return None if self.less_preferred is None else take_rows(self.less_preferred, indices)
+
+    def _clips(self, indices: list[int]) -> list[int]:
+        return [self.clip_of[index] for index in indices] if self.clip_of else indices
 
 
 def check_tiny_clips(video: VideoConfig) -> None:

@@ -1,6 +1,6 @@
 """The order of the rows in an epoch: every row once, as a function of the seed and the epoch alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -15,6 +15,14 @@ def in_file_order(epoch: int, *, size: int) -> np.ndarray:
 def shuffled(epoch: int, *, seed: int, size: int) -> np.ndarray:
     """Return the rows 0 to size - 1 in random order."""
     return generator(seed, "epoch", epoch).permutation(size)
+
+
+def one_of_each(epoch: int, *, order: Callable[[int], np.ndarray], clip_of: Sequence[int], seed: int) -> np.ndarray:
+    """Return an order with one row of each clip, drawn at random; `clip_of` is the clip of each row."""
+    drawn = generator(seed, "caption", epoch).permutation(len(clip_of))
+    kept = drawn[np.unique(np.asarray(clip_of)[drawn], return_index=True)[1]]
+    rows = order(epoch)
+    return rows[np.isin(rows, kept)]
 
 
 def shuffled_by_row_groups(

@@ -14,7 +14,8 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Batch, Condition, Trajectory
 from unified_trainer.data.batch_plan import BatchPlan, Position
-from unified_trainer.data.epoch_order import in_file_order, shuffled, shuffled_by_row_groups
+from unified_trainer.data.clips import Clips
+from unified_trainer.data.epoch_order import in_file_order, one_of_each, shuffled, shuffled_by_row_groups
 from unified_trainer.models.base import Codec, ImageEncoder, JointEncoder
 from unified_trainer.numerics.advantages import curriculum
 from unified_trainer.parallel.mesh import Mesh
@@ -120,7 +121,10 @@ class Loader:
         else:
             groups = self._stored.row_groups
             order = partial(shuffled_by_row_groups, seed=self._seed, row_groups=groups, layouts=layouts)
-        self._order = lru_cache(maxsize=2)(order)  # of an epoch
+        clip_of = self._source.clip_of if isinstance(self._source, Clips) else ()
+        if len({*clip_of}) < len(clip_of):
+            order, size = partial(one_of_each, order=order, clip_of=clip_of, seed=self._seed), len({*clip_of})
+        self._order, self._epoch_size = lru_cache(maxsize=2)(order), size  # of an epoch
 
     def position(self, step: int) -> Position:
         """Return where the data are after `step` training steps; `go_on` continues from there."""
@@ -154,11 +158,12 @@ class Loader:
     def prompts(self, steps: int) -> list[str]:
         """Return the negative prompt, and the prompts to encode for the batches that this many steps can hold."""
         rows: Sequence[int] = range(len(self._source))
-        if not (self._plan.by_failures or self._plan.further):
-            rows = self._in_order(0, min(self._plan.prompts_before(steps), len(self._source)))
+        drawn, size = self._plan.prompts_before(steps), self._epoch_size
+        if not (self._plan.by_failures or self._plan.further or drawn > size < len(self._source)):
+            rows = self._in_order(0, min(drawn, size))
         if self._stored is not None:
             rows = self._stored.to_encode(rows)
-        return [self._negative_prompt, *(self._source.request(row).text for row in rows)]
+        return [self._negative_prompt, *(text for row in rows for text in self._source.request(row).texts)]
 
     def further(self, step: int, skip: int, count: int) -> list[int]:
         """Return up to `count` rows outside the step's batch, after the first `skip` of them; none is repeated."""
@@ -167,7 +172,7 @@ class Loader:
         if self._shuffle:
             rows = self._drawn(step, "further", len(self._source), failures)
         else:
-            rows = self._in_order(self._plan.prompts_before(step + 1), len(self._source))
+            rows = self._in_order(self._plan.prompts_before(step + 1), self._epoch_size)
         order = [row for row in rows if row not in taken]
         return order[skip : skip + count]
 
@@ -225,7 +230,7 @@ class Loader:
 
     def _in_order(self, first: int, count: int) -> list[int]:
         """Return `count` rows from position `first` on, epoch after epoch."""
-        size = len(self._source)
+        size = self._epoch_size
         epochs = range(first // size, (first + count - 1) // size + 1)
         order = [row for epoch in epochs for row in self._order(epoch).tolist()]
         start = first - epochs.start * size
@@ -252,15 +257,19 @@ def make_batch(
 ) -> Batch:
     """Make a batch; the requests are encoded unless `cond` holds their conditions.
 
-    Both branches of guidance have the images of their row.
+    Requests without a negative prompt of their own have this one; both branches of guidance have the images of their
+    row.
     """
     if cond is None:
         cond = conditions_of(codec, requests, latent_shape)
+    negatives = [request.negative or negative_prompt for request in requests]
     if isinstance(codec, JointEncoder):
-        without = [replace(request, text=negative_prompt) for request in requests]
+        without = [replace(request, text=text) for request, text in zip(requests, negatives, strict=True)]
         uncond = codec.encode_requests(without, latent_shape)
+    elif len({*negatives}) == 1:
+        uncond = codec.encode_text(negatives[:1]).expand(len(requests))
     else:
-        uncond = codec.encode_text([negative_prompt]).expand(len(requests))
+        uncond = codec.encode_text(negatives)
     return Batch(
         requests=tuple(requests),
         prompt_ids=tuple(prompt_ids),

@@ -8,14 +8,16 @@ from pathlib import Path
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.input_files import read_text
 from unified_trainer.basics.requests import Image, Request
-from unified_trainer.data.captioned import PICTURES, VIDEOS, find_videos
+from unified_trainer.data.captioned import MEDIA, find_videos, lists_videos
+from unified_trainer.data.folders import files_below
 from unified_trainer.data.stored_prompts import parquet_files
-from unified_trainer.data.tables import TABLES, read_columns, read_lists, refuse_unreadable
+from unified_trainer.data.tables import TABLES, lines_of, read_column, read_lists, refuse_unreadable
 from unified_trainer.data.tiny_world import HELD_OUT, PHRASINGS, SUBJECTS
 from unified_trainer.models import hub
 
 COLUMNS = ("prompt", "caption", "text", "cap", "prompt_en")  # of a table, unless the settings name another
 IMAGES = ("image", "images")  # columns of paths of condition images: one, or a list
+NEGATIVES = ("negative_prompt",)  # column of prompts of the unconditional branch; empty: that of the run
 SUFFIXES = (".txt", *TABLES)  # a text that ends so names a file
 
 
@@ -83,22 +85,31 @@ def prompts_of(path: str, tiny: tuple[str, ...], key: str, column: str, *, image
 def read_prompts(file: Path, key: str = "--prompts", column: str = "", *, images: bool = False) -> PromptFile:
     """Read the lines of a text file, a column of a .json, .jsonl, .csv or .parquet file, or the captions of a folder.
 
-    A folder holds .parquet files, or videos with x.txt beside x.mp4. With `images`, the column `image` of a table, or
-    its column `images` of lists, names the condition images of each prompt, relative to the folder of the table. Blank
-    lines and repeated rows, of equal text and images, are skipped and counted in the note. `key` is the setting that
-    names the file, for messages. Raise UserError, naming file and line, for a file that cannot be read or holds no
+    A folder holds .parquet files, or videos with captions. With `images`, the column `image` of a table, or its column
+    `images` of lists, names the condition images of each prompt, relative to the folder of the table. Blank lines and
+    repeated rows, of equal text, images and negative prompt, are skipped and counted in the note. `key` is the setting
+    that names the file, for messages. Raise UserError, naming file and line, for a file that cannot be read or holds no
     prompt.
     """
     rows = _rows_of_folder(file, key, column) if os.path.isdir(file) else _rows(file, key, column)
     texts = [row.strip() for _, row in rows]
+    media = [where for (where, _), text in zip(rows, texts, strict=True) if text.lower().endswith(MEDIA)]
+    if 2 * len(media) > sum(map(bool, texts)):
+        raise UserError(
+            f"{key} {file}: {media[0]} is the path of a video or an image, as most are: give a file of prompts, or the "
+            "folder of the videos"
+        )
     paths = read_lists(file, key, IMAGES) if images and file.suffix in TABLES else None
+    negatives = read_lists(file, key, NEGATIVES) if file.suffix in TABLES else None
     requests: dict[Request, str] = {}
     for number, ((where, _), text) in enumerate(zip(rows, texts, strict=True)):
         place = f"{key} {file}: {where}"
         refuse_unreadable(text, place)
         if text:
             named = paths[number] if paths else ()
-            request = Request(text, tuple(Image.read(file.parent / name, place) for name in named))
+            negative = " ".join(negatives[number]) if negatives else ""
+            refuse_unreadable(negative, place)
+            request = Request(text, tuple(Image.read(file.parent / name, place) for name in named), negative)
             requests.setdefault(request, place)
     if not requests:
         raise UserError(f"{key} {file} is empty; write one prompt per line")
@@ -112,18 +123,18 @@ def _rows_of_folder(folder: Path, key: str, column: str) -> list[tuple[str, str]
     """Return place and text of each row of the folder's parquet files, or without any of each video's caption."""
     if files := parquet_files(folder):
         return [row for file in files for row in _rows(file, key, column)]
-    if not any(file.suffix.lower() in (*VIDEOS, *PICTURES) for file in folder.rglob("*")):
+    if not any(file.suffix.lower() in MEDIA or lists_videos(file) for file in files_below(folder)):
         raise MissingFileError(f"{key} {folder}: it is a folder without .parquet files, videos and images")
-    return [(video.name, video.caption) for video in find_videos(folder, key)]
+    return [(video.name, caption) for video in find_videos(folder, key) for caption in video.captions or ("",)]
 
 
 def _rows(file: Path, key: str, column: str) -> list[tuple[str, str]]:
     """Return the place of each row, and its text."""
     if file.suffix in TABLES:
         choice = (column,) if column else COLUMNS
-        return [(where, text) for where, (text,) in read_columns(file, key, choice, way_out=": set prompts_column")]
+        return read_column(file, key, choice, ": set prompts_column")
     if file.suffix not in ("", ".txt"):
         raise UserError(f"{key} {file}: {file.suffix} is no ending of a file of prompts; have {', '.join(SUFFIXES)}")
-    lines = read_text(file, key).split("\n")
+    lines = lines_of(read_text(file, key))
     lines = lines[:-1] if lines[-1] == "" else lines  # the end of the last line is no line of its own
     return [(f"line {i}", line) for i, line in enumerate(lines, 1)]

@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 
 from unified_trainer.basics.requests import Image
-from unified_trainer.data.captioned import PICTURES, VIDEOS, CaptionedVideo, find_videos
+from unified_trainer.data.captioned import MEDIA, CaptionedVideo, Columns, find_videos, is_encoded, lists_videos
 from unified_trainer.data.clips import Clips, VideoConfig
+from unified_trainer.data.folders import files_below
 from unified_trainer.data.media import VideoError
 from unified_trainer.data.tables import TABLES
 from unified_trainer.data.video_reader import read_clips, to_video
@@ -18,34 +19,38 @@ NAMED = 8  # videos that an error names
 
 
 def holds_videos(path: Path) -> bool:
-    """Return whether data.path names raw videos: a table of them, or a folder with videos and no parquet files."""
+    """Return whether data.path names raw videos, in any layout, and no parquet files of encoded ones."""
+    files = files_below(path) if path.is_dir() else [path]
+    if any(file.suffix == ".parquet" and is_encoded(file) for file in files):
+        return False
     if path.is_dir():
-        kinds = {file.suffix.lower() for file in path.rglob("*")}
-        return ".parquet" not in kinds and not kinds.isdisjoint((*VIDEOS, *PICTURES))
-    return path.suffix in TABLES and path.suffix != ".parquet"
+        return any(file.suffix.lower() in MEDIA or lists_videos(file) for file in files)
+    return path.suffix in (*TABLES, ".tar")
 
 
-def checked_videos(path: Path, size: VideoConfig) -> tuple[CaptionedVideo, ...]:
+def checked_videos(path: Path, size: VideoConfig, columns: Columns = ()) -> tuple[CaptionedVideo, ...]:
     """Return the videos of data.path if all are there and have captions; else VideoError as `check_videos` raises."""
-    videos = find_videos(path, "data.path")
+    videos = find_videos(path, "data.path", columns=columns)
     if any(video.fault for video in videos):
-        check_videos(path, size)
+        check_videos(path, size, columns)
     return videos
 
 
-def check_videos(path: Path, size: VideoConfig) -> None:
+def check_videos(path: Path, size: VideoConfig, columns: Columns = ()) -> None:
     """Decode the videos of data.path; VideoError names those that are not there, have no caption or are too short."""
-    clips = read_clips(find_videos(path, "data.path"), size, WORKERS)
+    clips = read_clips(find_videos(path, "data.path", columns=columns), size, WORKERS)
     _refuse(path, [str(clip) for _, clip in clips if isinstance(clip, VideoError)])
 
 
-def encode_videos(path: Path, codec: Codec, size: VideoConfig, *, first_frames: bool = False) -> Clips:
-    """Decode and encode the first clip of each video; VideoError names those that cannot be used.
+def encode_videos(
+    path: Path, codec: Codec, size: VideoConfig, columns: Columns = (), *, first_frames: bool = False
+) -> Clips:
+    """Decode and encode a clip of each video; VideoError names those that cannot be used.
 
     With `first_frames` the first frames of the clips are condition images.
     """
     encoded, faults, images = [], [], list[Image]()
-    videos = checked_videos(path, size)
+    videos = checked_videos(path, size, columns)
     for _, clip in read_clips(videos, size, WORKERS):
         if isinstance(clip, VideoError):
             faults.append(str(clip))
@@ -53,7 +58,9 @@ def encode_videos(path: Path, codec: Codec, size: VideoConfig, *, first_frames: 
             encoded.append(codec.encode(to_video(clip.frames)).cpu())
             images += [Image.of(clip.frames[0].copy())] if first_frames else []
     _refuse(path, faults)
-    return Clips(tuple(video.caption for video in videos), torch.cat(encoded), None, tuple(images))
+    clip_of = tuple(number for number, video in enumerate(videos) for _ in video.captions)
+    captions = tuple(caption for video in videos for caption in video.captions)
+    return Clips(captions, torch.cat(encoded), None, tuple(images), clip_of)
 
 
 def _refuse(path: Path, faults: Sequence[str]) -> None:

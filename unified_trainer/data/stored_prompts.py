@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.data.fastvideo import TEXT, TEXT_ENCODER, read_tensor, text_columns, text_columns_in
+from unified_trainer.data.folders import files_below
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.mesh import Mesh
 
@@ -20,7 +21,7 @@ def parquet_files(path: Path) -> list[Path]:
     Other paths have none.
     """
     if path.is_dir():
-        return sorted(path.rglob("*.parquet"))
+        return [file for file in files_below(path) if file.suffix == ".parquet"]
     return [path] if path.suffix == ".parquet" else []
 
 

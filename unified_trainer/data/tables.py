@@ -3,7 +3,7 @@
 import csv
 import io
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,41 +18,63 @@ INVISIBLE = ("Cc", "Cf")  # controls, and formats such as zero-width spaces
 LONGEST = 10_000  # characters of a prompt; umT5 reads its first 512 tokens, some 2,500 characters
 
 
-def read_columns(file: Path, key: str, *choices: Sequence[str], way_out: str = "") -> list[tuple[str, tuple[str, ...]]]:
-    """Return for each row its place, such as "line 3", and some columns.
+Rows = list[tuple[str, dict[str, Any]]]  # place, such as "line 3", and the values by column
 
-    A .json file holds a list, or an object whose `data` is one; an entry is an object, or a text, which stands for the
-    first name of the first choice.
 
-    Each choice gives the names that one of the columns may have, the likeliest first; the file has one of them, the
-    first row's, in every row. `key` is the setting that names the file, for messages; `way_out` ends the message about
-    an absent column. Raise UserError, naming file and line, for a file that cannot be read, lacks a column, or holds no
-    text there.
+def read_column(file: Path, key: str, names: Sequence[str], way_out: str = "") -> list[tuple[str, str]]:
+    """Return for each row its place and its text in a column: the first of `names` that the first row has.
+
+    A .json file holds a list, or an object whose `data` is one; a text there stands for the first name. `key` is the
+    setting that names the file, for messages; `way_out` ends the message about an absent column. Raise UserError,
+    naming file and line, for a file that cannot be read, lacks the column, or holds no text there.
     """
-    place = f"{key} {file}"
-    if file.suffix == ".parquet":
-        rows = _parquet_rows(
-            file, key, lambda held: [_pick(held, choice, place, way_out) for choice in choices], texts=True
-        )
-    else:
-        rows = _text_rows(file, key, choices[0][0])
-    columns = [_pick(row, choice, f"{place}: {where}", way_out) for where, row in rows[:1] for choice in choices]
-    return [(where, tuple(_text(row, name, f"{place}: {where}", way_out) for name in columns)) for where, row in rows]
+    rows, place = read_rows(file, key, names, names[0]), f"{key} {file}"
+    for where, row in rows:
+        names = (pick(row, names, f"{place}: {where}", way_out),)
+    return [(where, _text(row, names[0], f"{place}: {where}")) for where, row in rows]
 
 
 def read_lists(file: Path, key: str, names: Sequence[str]) -> list[tuple[str, ...]] | None:
     """Return for each row the texts of the first of these columns that it has: one text, or a list of texts.
 
-    An absent or empty value is an empty tuple. None where no row has such a column. Raise UserError as `read_columns`
+    An absent or empty value is an empty tuple. None where no row has such a column. Raise UserError as `read_column`
     does.
     """
-    if file.suffix == ".parquet":
-        rows = _parquet_rows(file, key, lambda held: [name for name in names if name in held], texts=False)
-    else:
-        rows = _text_rows(file, key, "")
+    rows = read_rows(file, key, names)
     if not any(name in row for _, row in rows for name in names):
         return None
-    return [_texts(row, names, f"{key} {file}: {where}") for where, row in rows]
+    values = [(where, next((row[name] for name in names if name in row), None)) for where, row in rows]
+    return [tuple(texts_of(value, f"{key} {file}: {where}")) for where, value in values]
+
+
+def read_rows(file: Path, key: str, wanted: Collection[str], name: str = "", endings: tuple[str, ...] = ()) -> Rows:
+    """Return the rows of a table; of a .parquet file those columns that are wanted.
+
+    A text in a .json list stands for {name: text}; an object of paths with these endings holds captions or rows.
+    """
+    place = f"{key} {file}"
+    if file.suffix == ".parquet":
+        return _parquet_rows(file, key, wanted)
+    if file.suffix == ".csv":
+        return _csv_rows(read_text(file, key), place)
+    if file.suffix == ".json":
+        return [(f"entry {i}", row) for i, row in enumerate(read_json_rows(file, key, name, endings), 1)]
+    numbered = [(f"line {i}", line) for i, line in enumerate(lines_of(read_text(file, key)), 1) if line.strip()]
+    return [(where, parse_object(line, f"{place}: {where}")) for where, line in numbered]
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the lines of a text, which end as on Unix, on Windows or, in CR alone, on old Macs."""
+    return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+
+
+def texts_of(value: object, place: str) -> list[str]:
+    """Return a text or a list of texts as a list; nothing for what is empty. Raise UserError for anything else."""
+    if isinstance(value, list):
+        return [text for inner in value for text in texts_of(inner, place)]
+    if not isinstance(value, str | None):
+        raise UserError(f"{place} holds {value!r} instead of a text")
+    return [value] if value else []
 
 
 def unreadable(text: str) -> str:
@@ -78,18 +100,7 @@ def refuse_unreadable(text: str, place: str) -> None:
         raise UserError(f"{place} {fault}: remove it")
 
 
-def _text_rows(file: Path, key: str, name: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return place and row of a .csv, .json or .jsonl file; a text in a .json list stands for {name: text}."""
-    place = f"{key} {file}"
-    if file.suffix == ".csv":
-        return _csv_rows(read_text(file, key), place)
-    if file.suffix == ".json":
-        return [(f"entry {i}", row) for i, row in enumerate(read_json_rows(file, key, name), 1)]
-    numbered = [(f"line {i}", line) for i, line in enumerate(read_text(file, key).split("\n"), 1) if line.strip()]
-    return [(where, parse_object(line, f"{place}: {where}")) for where, line in numbered]
-
-
-def _csv_rows(text: str, place: str) -> list[tuple[str, dict[str, Any]]]:
+def _csv_rows(text: str, place: str) -> Rows:
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         names = list(reader.fieldnames or [])
@@ -104,31 +115,19 @@ def _csv_rows(text: str, place: str) -> list[tuple[str, dict[str, Any]]]:
     return rows
 
 
-def _parquet_rows(
-    file: Path, key: str, chosen: Callable[[list[str]], list[str]], *, texts: bool
-) -> list[tuple[str, dict[str, Any]]]:
-    """Return place and row of a .parquet file, with the columns that `chosen` takes; `texts` refuses other types."""
+def _parquet_rows(file: Path, key: str, wanted: Collection[str]) -> Rows:
     check_file(file, key)
     place = f"{key} {file}"
     try:
-        schema = pq.read_schema(file)
-        names = chosen(schema.names)
-        for name in names:
-            if schema.names.count(name) > 1:
-                raise UserError(f"{place} has several columns {name}")
-            if texts and not is_text(schema.field(name).type):
-                raise UserError(f"{place}: column {name} holds {schema.field(name).type} instead of texts")
+        held = pq.read_schema(file).names
+        names = [name for name in held if name in wanted]
+        if not names:
+            return [("row 1", dict.fromkeys(held))]  # for the message that names them
+        if twice := [name for name in names if held.count(name) > 1]:
+            raise UserError(f"{place} has several columns {twice[0]}")
         return [(f"row {i}", row) for i, row in enumerate(pq.read_table(file, columns=names).to_pylist(), 1)]
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise UserError(f"{place} cannot be read: {' '.join(str(error).split())}") from error
-
-
-def _texts(row: dict[str, Any], names: Sequence[str], place: str) -> tuple[str, ...]:
-    value = next((row[name] for name in names if name in row), None)
-    texts = value if isinstance(value, list) else [value] if value not in (None, "") else []
-    if not all(isinstance(text, str) and text for text in texts):
-        raise UserError(f"{place} holds {value!r} instead of paths of images")
-    return tuple(texts)
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -138,7 +137,7 @@ def is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
-def _pick(names: Iterable[str], choice: Sequence[str], place: str, way_out: str) -> str:
+def pick(names: Iterable[str], choice: Sequence[str], place: str, way_out: str) -> str:
     """Return the first name of the choice that a row has."""
     held = list(names)
     present = [name for name in choice if name in held]
@@ -147,8 +146,8 @@ def _pick(names: Iterable[str], choice: Sequence[str], place: str, way_out: str)
     return present[0]
 
 
-def _text(row: dict[str, object], name: str, place: str, way_out: str) -> str:
-    value = row[_pick(row, (name,), place, way_out)]
+def _text(row: dict[str, object], name: str, place: str) -> str:
+    value = row[name]
     if name == "cap" and isinstance(value, list) and len(value) == 1:  # as in FastVideo's lists of videos
         value = value[0]
     if not isinstance(value, str):

@@ -30,17 +30,13 @@ MAY_RAISE = ("hevc", "mjpeg")
 ROUNDING = Fraction(1, 500)  # seconds by which a container may round time stamps
 
 
-def read_clip(file: Path, size: VideoConfig) -> np.ndarray:
-    """Return the frames of `inspect_clip`."""
-    return inspect_clip(file, size).frames
+def inspect_clip(file: Path, size: VideoConfig, start: float = 0.0) -> Clip:
+    """Return `size.frames` frames from `start` on at `size.fps` per second, uint8 [t, h, w, 3], and the file's facts.
 
-
-def inspect_clip(file: Path, size: VideoConfig) -> Clip:
-    """Return the first `size.frames` frames at `size.fps` per second, uint8 [t, h, w, 3], and the facts of the file.
-
-    Frame k is the one on show k / fps seconds after the first: faster videos lose frames, slower ones repeat them. A
-    frame is scaled to cover height and width (bicubic, antialiased, with square pixels) and cropped around its centre.
-    An image is one frame. Raise VideoError for a file that is too short, or that `Fact` refuses or calls damaged.
+    Frame k is the one on show start + k / fps seconds after the first: faster videos lose frames, slower ones repeat
+    them. A frame is scaled to cover height and width (bicubic, antialiased, with square pixels) and cropped around its
+    centre. An image is one frame. Raise VideoError for a file that is too short, or that `Fact` refuses or calls
+    damaged.
     """
     if file.suffix.lower() in PICTURES:
         return _image(file, size)
@@ -49,7 +45,7 @@ def inspect_clip(file: Path, size: VideoConfig) -> Clip:
             stream = container.streams.best("video")
             if not isinstance(stream, av.VideoStream):
                 raise VideoError(f"{file}: holds no video")
-            return _sample(file, container, stream, size)
+            return _sample(file, container, stream, size, start)
     except (av.FFmpegError, OSError) as error:
         raise DamagedError(f"{file}: cannot be decoded ({error.strerror})") from error
 
@@ -61,7 +57,7 @@ def _image(file: Path, size: VideoConfig) -> Clip:
     try:
         with open_picture(file, str(file)) as opened:
             facts = media.of_picture(opened)
-            picture = cover(to_rgb(opened), size.height, size.width)
+            picture = cover(to_rgb(opened), size.height, size.width, kernel=Image.Resampling.BICUBIC)
     except UserError as error:
         raise VideoError(str(error)) from error
     return Clip(np.array(picture)[None], facts)
@@ -93,17 +89,32 @@ def to_video(clip: np.ndarray) -> Video:
     return torch.from_numpy(clip).movedim(-1, 0)[None].float() / 255
 
 
+def read_video(video: CaptionedVideo, size: VideoConfig) -> Clip:
+    """Return `inspect_clip` of a video, or of its part; VideoError names the place of one that a file holds."""
+    if video.end - video.start < (size.frames - 1) / size.fps:
+        raise VideoError(
+            f"{video.file}: too short: {size.frames} frames go beyond {video.end:g} s, where its part ends"
+        )
+    with video.on_disk() as file:
+        try:
+            return inspect_clip(file, size, video.start)
+        except VideoError as error:
+            raise type(error)(str(error).replace(str(file), str(video.file))) from error
+
+
 def _attempt(video: CaptionedVideo, size: VideoConfig) -> Clip | VideoError:
     if video.fault:
         return VideoError(f"{video.file}: {video.fault}")
     try:
-        return inspect_clip(video.file, size)
+        return read_video(video, size)
     except VideoError as error:
         return error
 
 
-def _sample(file: Path, container: av.container.InputContainer, stream: av.VideoStream, size: VideoConfig) -> Clip:
-    """Return up to `size.frames` frames; those that are on show at no sampled moment are not converted."""
+def _sample(
+    file: Path, container: av.container.InputContainer, stream: av.VideoStream, size: VideoConfig, start: float
+) -> Clip:
+    """Return `size.frames` frames from `start` on; those that are on show at no sampled moment are not converted."""
     layers, coder = stream.metadata.get("alpha_mode", "0"), stream.codec_context
     facts = media.of(SEVERAL=len(container.streams.video) > 1, UNKNOWN=coder is None, HIDDEN_ALPHA=layers != "0")
     media.refuse(file, facts)
@@ -115,7 +126,7 @@ def _sample(file: Path, container: av.container.InputContainer, stream: av.Video
         media.refuse(file, said, float(times[-1]))
         facts, color = facts | said, color if frames else (frame.color_trc, frame.color_primaries)
         times.append(end)
-        wanted = min(math.ceil((end - ROUNDING) * rate), size.frames) - len(frames)
+        wanted = min(math.ceil((end - Fraction(start) - ROUNDING) * rate), size.frames) - len(frames)
         if wanted > 0:
             frames += [_picture(frame, said, pixel, size)] * wanted
         if len(frames) == size.frames:

@@ -15,6 +15,7 @@ from unified_trainer.basics.requests import Image, Request
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample, Video
 from unified_trainer.models.adapter_file import AdapterFile, diffusers_adapter
 from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.prompt_lengths import Cut
 from unified_trainer.models.sparse_attention import SparseAttentionConfig
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.mesh import Mesh
@@ -170,6 +171,9 @@ class Codec(Protocol):
 
     def prompts(self, prompts: Sequence[str]) -> list[Prompt]:
         """Return what `text_condition` pads and stacks."""
+
+    def cut(self, prompts: Sequence[str]) -> Cut:
+        """Return how many tokens the text encoder reads, and the numbers of the prompts that have more."""
 
     def remember(self, prompt: str, tensors: Prompt) -> None:
         """Use stored tensors, of this text encoder, for a prompt that has not been encoded yet."""

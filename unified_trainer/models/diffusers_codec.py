@@ -21,6 +21,7 @@ from unified_trainer.models.folder import check_described, fingerprint, load_str
 from unified_trainer.models.frozen_network import FrozenNetwork, channels_last
 from unified_trainer.models.layout import reading_config
 from unified_trainer.models.prompt_embeddings import PromptEmbeddings
+from unified_trainer.models.prompt_lengths import Cut, cut_by
 from unified_trainer.models.prompt_tensors import Shapes, difference, stack
 from unified_trainer.parallel.device import rounds_products
 from unified_trainer.parallel.mesh import Mesh
@@ -173,6 +174,9 @@ class DiffusersCodec:
 
     def prompts(self, prompts: Sequence[str]) -> list[Prompt]:
         return self._embeddings.rows([self.cleaned(prompt) for prompt in prompts])
+
+    def cut(self, prompts: Sequence[str]) -> Cut:
+        return cut_by(self._tokenizer, self.text_tokens, [self.cleaned(prompt) for prompt in prompts])
 
     def remember(self, prompt: str, tensors: Prompt) -> None:
         self._embeddings.store(self.cleaned(prompt), tensors)

@@ -22,6 +22,7 @@ from unified_trainer.basics.ranges import (
 )
 from unified_trainer.basics.requests import first_images
 from unified_trainer.basics.types import Latents, PerSample, Video
+from unified_trainer.models.prompt_lengths import Cut
 from unified_trainer.rewards.scorer_child import asks_for_images
 
 # Videos in [0, 1] and one prompt for each -> one number for each; higher is better. A scorer raises rather than guess.
@@ -192,6 +193,15 @@ class LatentScorer:
 
 
 @dataclass(frozen=True)
+class PromptRules:
+    """The demands of a scorer on prompts, known before a run."""
+
+    special: Sequence[str] = ()  # texts that no prompt may hold
+    fault: Callable[[str], str] = lambda prompt: ""  # why it cannot score a prompt; "" if it can
+    cut: Callable[[Sequence[str]], Cut] | None = None  # which prompts are longer than it reads
+
+
+@dataclass(frozen=True)
 class ScorerKind:
     """A kind of scorer: how its settings are checked and how it is loaded.
 
@@ -214,8 +224,7 @@ class ScorerKind:
     apart: bool = False  # whether it scores in another process, which samples need not wait for; with own_timeout only
     of_groups: bool = False  # whether it compares the samples of a prompt: a call of training then has whole groups
     of_latents: bool = False  # whether it reads clean latents in place of videos; `frames` then counts latent frames
-    # of `config.path`: texts that no prompt may hold; reads the tokenizer, and no weights
-    special_tokens: Callable[[ScorerConfig], Sequence[str]] | None = None
+    prompt_rules: Callable[[ScorerConfig], PromptRules] | None = None  # reads the tokenizer, and no weights
     declared: type | None = None  # the dataclass of `config.settings`
 
 

@@ -5,6 +5,7 @@ PickScore (arXiv:2305.01569) is such a folder.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -12,16 +13,18 @@ import torch
 from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
-from transformers import CLIPModel, CLIPTokenizer
+from transformers import CLIPModel, CLIPTextConfig, CLIPTokenizer
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.input_files import Schema, read_as
+from unified_trainer.basics.input_files import Schema, read_as, read_json
 from unified_trainer.basics.types import PerSample
 from unified_trainer.models.folder import load_strictly, read_tokenizer
 from unified_trainer.models.hub import component
+from unified_trainer.models.prompt_lengths import cut_by
 from unified_trainer.numerics.resize import resize
 from unified_trainer.rewards.base import (
     NetworkScorer,
+    PromptRules,
     Scorer,
     ScorerConfig,
     ScorerKind,
@@ -114,13 +117,19 @@ class CLIP:
         top, left = ((side - cut) // 2 for side, cut in zip(target, self.crop, strict=True))
         return small[:, :, top : top + self.crop[0], left : left + self.crop[1]]
 
+    @staticmethod
+    def cleaned(prompt: str) -> str:
+        """Return a prompt as the tokenizer gets it."""
+        return prompt
+
     def _text(self, prompts: list[str]) -> dict[str, Tensor]:
         for i, prompt in enumerate(prompts):
-            for token in self.tokenizer.all_special_tokens:
+            for token in special_tokens(self.tokenizer):
                 if token in prompt:
                     raise UserError(f"CLIP: prompt {i} holds the special token {token}; remove it: {prompt!r}")
         length = self.network.config.text_config.max_position_embeddings
-        encoded = self.tokenizer(prompts, padding=True, truncation=True, max_length=length, return_tensors="pt")
+        texts = [self.cleaned(prompt) for prompt in prompts]
+        encoded = self.tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt")
         device = self.network.visual_projection.weight.device
         return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
 
@@ -142,9 +151,19 @@ def load(config: ScorerConfig, device: torch.device, cls: type[CLIP] = CLIP) -> 
     return NetworkScorer(of_images(clip.score, config.batch, config.top_fraction), (clip.network,))
 
 
-def special_tokens(config: ScorerConfig) -> tuple[str, ...]:
-    """Return the texts that no prompt may hold."""
-    return tuple(read_tokenizer(CLIPTokenizer, Path(config.path)).all_special_tokens)
+def special_tokens(tokenizer: CLIPTokenizer) -> tuple[str, ...]:
+    """Return the texts that no prompt may hold; a token that pads alone, such as "!", is none."""
+    ends = (tokenizer.bos_token, tokenizer.eos_token)
+    return tuple(token for token in tokenizer.all_special_tokens if token in ends or token != tokenizer.pad_token)
 
 
-KIND = ScorerKind("clip", load, check_path, files=component(""), per_frame=True, special_tokens=special_tokens)
+def prompt_rules(config: ScorerConfig, cls: type[CLIP] = CLIP) -> PromptRules:
+    """Return the demands of the scorer in the folder `config.path`."""
+    tokenizer = read_tokenizer(CLIPTokenizer, Path(config.path))
+    text = read_json(Path(config.path, "config.json")).get("text_config", {})
+    longest = text.get("max_position_embeddings", CLIPTextConfig().max_position_embeddings)
+    cut = partial(cut_by, tokenizer, longest)
+    return PromptRules(special_tokens(tokenizer), cut=lambda prompts: cut([cls.cleaned(prompt) for prompt in prompts]))
+
+
+KIND = ScorerKind("clip", load, check_path, files=component(""), per_frame=True, prompt_rules=prompt_rules)

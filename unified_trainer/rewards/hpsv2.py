@@ -3,20 +3,27 @@
 `import-hpsv2` writes its folder, which is one of transformers' CLIPModel.
 """
 
+import html
 from collections.abc import Sequence
 from functools import partial
 
+import ftfy
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
 from unified_trainer.basics.types import PerSample
 from unified_trainer.rewards.base import ScorerKind, check_path
-from unified_trainer.rewards.clip import CLIP, load, special_tokens
+from unified_trainer.rewards.clip import CLIP, load, prompt_rules
 
 
 class HPSv2(CLIP):
     """A scorer of images: the cosine of image and prompt, of whole images on black."""
+
+    @staticmethod
+    def cleaned(prompt: str) -> str:
+        """Return a prompt as the package hpsv2 cleans it: straight quotes, no HTML entities, lower case."""
+        return " ".join(html.unescape(html.unescape(ftfy.fix_text(prompt))).lower().split())
 
     def score(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str]) -> PerSample:
         """Score images in [0, 1], with a gradient to them; errors are those of `CLIP.score`."""
@@ -31,4 +38,6 @@ class HPSv2(CLIP):
         return pad(small, (left, side - width - left, above, side - height - above))
 
 
-KIND = ScorerKind("hpsv2", partial(load, cls=HPSv2), check_path, per_frame=True, special_tokens=special_tokens)
+KIND = ScorerKind(
+    "hpsv2", partial(load, cls=HPSv2), check_path, per_frame=True, prompt_rules=partial(prompt_rules, cls=HPSv2)
+)

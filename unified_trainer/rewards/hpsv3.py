@@ -14,7 +14,7 @@ from unified_trainer.basics.errors import NotFiniteError, UserError
 from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.models.folder import read_tokenizer
 from unified_trainer.models.tensor_file import opened
-from unified_trainer.rewards.base import NetworkScorer, ScorerConfig, ScorerKind, of_images
+from unified_trainer.rewards.base import NetworkScorer, PromptRules, ScorerConfig, ScorerKind, of_images
 from unified_trainer.rewards.hpsv3_folder import CHECKPOINT, check_folder, network_config
 from unified_trainer.rewards.hpsv3_network import HPSv3Network, Inputs, skeleton
 from unified_trainer.rewards.hpsv3_preprocessing import Images, Preprocessor, as_bytes, special_tokens
@@ -98,9 +98,9 @@ class HPSv3Scorer:
         return score(images, prompts)[:, 0]
 
 
-def _special_tokens(config: ScorerConfig) -> tuple[str, ...]:
+def _prompt_rules(config: ScorerConfig) -> PromptRules:
     check_folder(_folder(config))
-    return special_tokens(read_tokenizer(Qwen2Tokenizer, _folder(config)))
+    return PromptRules(special_tokens(read_tokenizer(Qwen2Tokenizer, _folder(config))))
 
 
 def _folder(config: ScorerConfig) -> Path:
@@ -123,5 +123,5 @@ KIND = ScorerKind(
     _check,
     features=lambda scorer: scorer.score.hpsv3.features,
     per_frame=True,
-    special_tokens=_special_tokens,
+    prompt_rules=_prompt_rules,
 )

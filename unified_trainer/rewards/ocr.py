@@ -15,7 +15,7 @@ from torch import Tensor
 from unified_trainer.basics.errors import MissingPackageError, UserError
 from unified_trainer.basics.types import PerSample
 from unified_trainer.basics.versions import install
-from unified_trainer.rewards.base import Scorer, ScorerConfig, ScorerKind, check_no_weights, of_images
+from unified_trainer.rewards.base import PromptRules, Scorer, ScorerConfig, ScorerKind, check_no_weights, of_images
 
 PACKAGES = ("rapidocr", "onnxruntime")
 QUOTED = re.compile('"([^"]*)"|\u201c([^\u201d]*)\u201d')  # straight or curved
@@ -89,4 +89,12 @@ def _check(config: ScorerConfig, key: str, frames: int) -> None:
         raise MissingPackageError(f"{key}: ocr needs {' and '.join(missing)}: {install('ocr')}")
 
 
-KIND = ScorerKind("ocr", _load, _check, per_frame=True)
+def _fault(prompt: str) -> str:
+    try:
+        wanted_text(prompt)
+    except UserError:
+        return 'has no words in double quotes, which the scorer ocr looks for: write a sign "like this"'
+    return ""
+
+
+KIND = ScorerKind("ocr", _load, _check, per_frame=True, prompt_rules=lambda config: PromptRules(fault=_fault))

@@ -16,11 +16,13 @@ from unified_trainer.basics.plugins import installed, load_object
 from unified_trainer.basics.secrets import check_secret
 from unified_trainer.basics.types import Video
 from unified_trainer.models import hub
+from unified_trainer.models.prompt_lengths import cut_in_words
 from unified_trainer.rewards.base import (
     ApartScorer,
     Features,
     LatentScorer,
     NetworkScorer,
+    PromptRules,
     RewardConfig,
     Scorer,
     ScorerConfig,
@@ -174,27 +176,32 @@ def load_scorers(
     return scorers, features
 
 
-def check_prompts(config: RewardConfig, *sources: tuple[Sequence[str], Callable[[int], str]]) -> None:
-    """Raise UserError for a prompt with a special token of a scorer.
+def check_prompts(config: RewardConfig, *sources: tuple[Sequence[str], Callable[[int], str]]) -> list[str]:
+    """Return a line for each scorer that cuts prompts; UserError for a prompt that a scorer cannot score.
 
     Each source is prompts, and a function that gives the place of one by its number, for the message. Tokenizers are
     read, but no weights.
     """
+    notes = []
     for name, part in config.named().items() if any(prompts for prompts, _ in sources) else ():
         kind = scorer_kind(part, config.key(name), config.timeout)
-        tokens = kind.special_tokens(_with_files(part, config.key(name), kind)) if kind.special_tokens else ()
+        rules = kind.prompt_rules(_with_files(part, config.key(name), kind)) if kind.prompt_rules else PromptRules()
         for prompts, place in sources:
             for number, prompt in enumerate(prompts):
-                if found := next((token for token in tokens if token in prompt), None):
+                if found := next((token for token in rules.special if token in prompt), None):
                     raise UserError(f"{place(number)} holds {found}, a special token of the scorer {name}: remove it")
+                if fault := rules.fault(prompt):
+                    raise UserError(f"{place(number)} {fault}")
+            notes.append(cut_in_words(rules.cut, prompts, place, f"the scorer {name}") if rules.cut else "")
+    return list(filter(None, notes))
 
 
 def check_files(config: RewardConfig, name: str) -> None:
     """Raise UserError for a folder of a scorer that lacks files; no weights are read, and nothing is downloaded."""
     part = config.named()[name]
     kind = scorer_kind(part, config.key(name), config.timeout)
-    if kind.special_tokens is not None and part.path and not (kind.files and hub.is_hub_id(part.path)):
-        kind.special_tokens(part)
+    if kind.prompt_rules is not None and part.path and not (kind.files and hub.is_hub_id(part.path)):
+        kind.prompt_rules(part)
 
 
 def _with_files(part: ScorerConfig, key: str, kind: ScorerKind) -> ScorerConfig:

@@ -48,6 +48,7 @@ from unified_trainer.run.guards.responses import Guards
 from unified_trainer.run.guards.teacher_probe import TeacherProbe
 from unified_trainer.run.load_roles import load_roles
 from unified_trainer.run.offloaded_rollouts import OffloadedRollouts
+from unified_trainer.run.plan.data import note_cut
 from unified_trainer.run.plan.plan import RunPlan, check, described
 from unified_trainer.run.plan.store import store_bytes
 from unified_trainer.run.profile import ProfiledTrainer
@@ -325,8 +326,9 @@ def _encode(
     shown = list(validated[: max(run.validation.num_samples, compared)])
     for requests in plan.validation_sets.values() if validated else ():
         shown += requests[: run.validation.num_samples]
-    first, steps = [request.text for request in shown], 0 if run.validate_only else run.steps
-    return _encode_ahead(run, codec, source, lambda: [*first, *loader.prompts(steps)], mesh)
+    first, steps = [text for request in shown for text in request.texts], 0 if run.validate_only else run.steps
+    said = _encode_ahead(run, codec, source, lambda: [*first, *loader.prompts(steps)], mesh)
+    return *said, *note_cut(codec, plan.prompts, plan.clips)
 
 
 def _kernels(run: RunConfig, mesh: Mesh) -> dict[str, str]:
@@ -356,7 +358,8 @@ def _source(run: RunConfig, plan: RunPlan, codec: Codec) -> Source:
         return render_clips(run.data, codec, run.video, run.seed, pairs=pairs, first_frames=plan.first_frames)
     stored, rejected = plan.clips.stored, plan.clips.rejected
     if stored is None:
-        return encode_videos(Path(run.data.path), codec, run.video, first_frames=plan.first_frames)
+        path = Path(run.data.path)
+        return encode_videos(path, codec, run.video, run.data.columns, first_frames=plan.first_frames)
     lanes = stored.lanes(plan.batch.prompts, run.data.window_gib)
     if rejected is not None:
         return ParquetPairs(stored, rejected, codec, lanes)

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers import ALONE, CPU, REPO, WAN, command, copy_of, environment, files_of, metrics_of
-from real_clips import REAL, quarters, real_folder, write_exactly
+from real_clips import REAL, quarters, read_clip, real_folder, write_exactly
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
@@ -19,7 +19,7 @@ from unified_trainer.data.fastvideo import I2V, T2V, TEXT_ENCODER, TEXT_ONLY, t2
 from unified_trainer.data.negative_prompt import use_negative_prompt
 from unified_trainer.data.tiny_world import TRAINING, check_attributes, draw_clip, render
 from unified_trainer.data.video_files import to_uint8, write_mp4
-from unified_trainer.data.video_reader import read_clip, to_video
+from unified_trainer.data.video_reader import to_video
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.tools.prepare.clip_folder import ClipFolder
@@ -181,6 +181,25 @@ def test_prompts_alone_become_padded_embeddings(tmp_path, codec):
     (tmp_path / "prompts.txt").write_text("a red circle moving left\na third one\na blue square\n")
     assert called(tmp_path / "prompts.txt", tmp_path / "out") == 0
     assert [row["caption"] for row in rows_of(tmp_path / "out")][2:] == ["a third one"]
+
+
+def test_several_captions_of_a_clip_are_rows(tmp_path):
+    """Each has the latents of the clip and its own embedding; a caption that is added later is one more row."""
+    drawn(tmp_path / "in", 2)
+    texts = [TRAINING[i].caption() for i in range(3)]
+    for captions in (texts[:2], texts):
+        (tmp_path / "in" / "captions.json").write_text(json.dumps({"0.mkv": captions}))
+        assert called(tmp_path / "in", tmp_path / "out") == 0
+    rows = {row["id"]: row for row in rows_of(tmp_path / "out")}
+    assert {name: row["caption"] for name, row in rows.items()} == {
+        "0.mkv": texts[0],
+        "0.mkv#2": texts[1],
+        "0.mkv#3": texts[2],
+        "1.mkv": "video 1",
+    }
+    same = [tensor(rows[name], "vae_latent") for name in ("0.mkv", "0.mkv#2", "0.mkv#3")]
+    assert torch.equal(same[0], same[1]) and torch.equal(same[0], same[2])
+    assert rows["0.mkv"]["text_embedding_bytes"] != rows["0.mkv#2"]["text_embedding_bytes"]
 
 
 def test_bad_videos_are_listed_and_skipped(tmp_path, capsys):

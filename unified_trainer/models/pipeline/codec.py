@@ -12,13 +12,14 @@ import torch
 import transformers
 from PIL import Image as Picture
 from torch import Tensor, nn
+from transformers import AutoTokenizer
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Image
 from unified_trainer.basics.types import DTYPES, Condition, Latents, Video
 from unified_trainer.models.base import Prompt, Shape
 from unified_trainer.models.encoders import EncoderConfig
-from unified_trainer.models.folder import fingerprint, no_progress_bar, read_pretrained
+from unified_trainer.models.folder import fingerprint, no_progress_bar, read_pretrained, read_tokenizer
 from unified_trainer.models.frozen_network import FrozenNetwork, channels_last
 from unified_trainer.models.image_tensors import ImageTensors
 from unified_trainer.models.pipeline.arguments import LONG
@@ -31,6 +32,7 @@ from unified_trainer.models.pipeline.opening import NETWORKS, component_classes
 from unified_trainer.models.pipeline.vae import decoded, fix, tile
 from unified_trainer.models.pipeline.values import differ
 from unified_trainer.models.prompt_embeddings import PromptEmbeddings
+from unified_trainer.models.prompt_lengths import Cut, cut_by
 from unified_trainer.models.prompt_tensors import Shapes, difference, stack
 from unified_trainer.parallel.device import rounds_products
 from unified_trainer.parallel.mesh import Mesh
@@ -108,6 +110,14 @@ class PipelineCodec:
 
     def prompts(self, prompts: Sequence[str]) -> list[Prompt]:
         return self._embeddings.rows(prompts)
+
+    def cut(self, prompts: Sequence[str]) -> Cut:
+        """Compare with the tokenizer that reads most: others, such as CLIP's beside T5, cut the same text earlier."""
+        rows = max(shape[0] for shape in self.text_shapes.values() if len(shape) > 1)
+        names = sorted(name for name in self._names if name.startswith("tokenizer"))
+        read = [read_tokenizer(AutoTokenizer, self.folder / name) for name in names]
+        cuts = [cut_by(tokenizer, int(min(tokenizer.model_max_length, rows)), prompts) for tokenizer in read]
+        return max(cuts, key=lambda cut: cut[0], default=(rows, []))
 
     def remember(self, prompt: str, tensors: Prompt) -> None:
         self._embeddings.store(prompt, tensors)

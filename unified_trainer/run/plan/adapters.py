@@ -61,7 +61,7 @@ def adapters_of(
             name, path, component, causal=False, sparse=config.sparse, flow_map=config.is_flow_map
         ).network
         names = (networks[expert], family.experts, family.published_layer)
-        own = [_place(key, text, number, family) for text in texts]
+        own = [place_of(key, text, number, family) for text in texts]
         files[expert] = reduce(add, (open_adapter(place, *names) for place in own))
         places += own
     config = _with_checksum(name, config, places)
@@ -92,7 +92,7 @@ def _named(at: str, config: RoleConfig | FrozenExpertConfig) -> tuple[str, tuple
     return (f"{at}.adapters", config.adapters) if config.adapters else (f"{at}.adapter.path", (path,) if path else ())
 
 
-def _place(key: str, text: str, expert: int | None, family: Family) -> Location:
+def place_of(key: str, text: str, expert: int | None, family: Family) -> Location:
     """Return the location of an adapter and the factor after its colon, which is 1 without one."""
     parts = None if os.path.exists(text) else FACTOR.fullmatch(text)
     path, factor = parts.groups() if parts else (text, "1")

@@ -6,14 +6,15 @@ from pathlib import Path
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.data.batch_plan import BatchPlan
-from unified_trainer.data.captioned import CaptionedVideo
+from unified_trainer.data.captioned import CaptionedVideo, left_out
 from unified_trainer.data.clips import check_tiny_clips
 from unified_trainer.data.parquet_files import StoredFiles, read_stored_files
 from unified_trainer.data.prompts import PromptFile, prompts_of, training_captions, validation_captions
 from unified_trainer.data.raw_clips import checked_videos, holds_videos
 from unified_trainer.data.row_kinds import ClipRows, RowKind, Shape, TrajectoryRows
 from unified_trainer.methods.base import Method
-from unified_trainer.models.base import Family
+from unified_trainer.models.base import Codec, Family
+from unified_trainer.models.prompt_lengths import cut_in_words
 from unified_trainer.parallel.agreement import files_in_words
 from unified_trainer.rewards.scorers import check_prompts
 from unified_trainer.run.settings.config import ConfigError, RunConfig
@@ -29,7 +30,14 @@ class Clips:
 
     @property
     def captions(self) -> Sequence[str]:
-        return self.stored.captions if self.stored is not None else tuple(video.caption for video in self.videos)
+        return self.stored.captions if self.stored is not None else tuple(caption for _, caption in self._rows)
+
+    @property
+    def _rows(self) -> list[tuple[CaptionedVideo, str]]:
+        return [(video, caption) for video in self.videos for caption in video.captions]
+
+    def __len__(self) -> int:
+        return len(self.videos) if self.stored is None else len(self.stored.captions)
 
     def in_words(self) -> dict[str, str]:
         """Return the files with their names, sizes and captions, which must be equal on all ranks."""
@@ -39,14 +47,14 @@ class Clips:
             for key, files in stored.items()
             if files is not None
         }
-        videos = {"data.path": files_in_words([clips.file for clips in self.videos], self.captions)}
+        videos = {"data.path": files_in_words([clips.holder or clips.file for clips in self.videos], self.captions)}
         return words | (videos if self.videos else {})
 
     def place(self, number: int) -> str:
         """Return where the caption of this number stands."""
         if self.stored is not None:
-            return self.stored.place(number)
-        return f"the caption of {self.videos[number].file}"
+            return f"data.path: {self.stored.place(number)}"
+        return f"data.path: the caption of {self._rows[number][0].file}"
 
 
 SETS = "--validation.sets."  # before the name of a set of prompts
@@ -64,7 +72,6 @@ def prompt_files(run: RunConfig, *, images: bool) -> PromptFiles:
     if run.validation.prompts:
         captions, column = validation_captions(run.validation.num_samples), run.validation.prompts_column
         validation = prompts_of(run.validation.prompts, captions, "--validation.prompts", column, images=images)
-    check_prompts(run.reward, prompts.placed, validation.placed)
     return {"--prompts": prompts, "--validation.prompts": validation} | validation_sets(run, images=images)
 
 
@@ -72,9 +79,7 @@ def validation_sets(run: RunConfig, *, images: bool = False) -> PromptFiles:
     """Return the further sets of validation prompts."""
     captions, column = validation_captions(run.validation.num_samples), run.validation.prompts_column
     named = {f"{SETS}{name}": path for name, path in run.validation.sets.items() if path}
-    sets = {flag: prompts_of(path, captions, flag, column, images=images) for flag, path in named.items()}
-    check_prompts(run.reward, *(prompts.placed for prompts in sets.values()))
-    return sets
+    return {flag: prompts_of(path, captions, flag, column, images=images) for flag, path in named.items()}
 
 
 def read_clips(run: RunConfig, family: Family, folder: Path, latent_shape: Shape) -> Clips:
@@ -103,7 +108,7 @@ def read_clips(run: RunConfig, family: Family, folder: Path, latent_shape: Shape
         stored.check_rejected(rejected)
         return Clips(stored=stored, rejected=rejected)
     if run.trains_on == "clips" and holds_videos(path):
-        return Clips(videos=checked_videos(path, run.video))
+        return Clips(videos=checked_videos(path, run.video, run.data.columns))
     return Clips(stored=read_stored_files(path, _row_kind(run, family, folder, latent_shape)))
 
 
@@ -125,12 +130,20 @@ def check_sound(run: RunConfig, family: Family) -> None:
         )
 
 
-def check_captions(run: RunConfig, method: type[Method], clips: Clips, validates_prompts: bool) -> None:
-    """Raise UserError for captions of clips that a scorer cannot read."""
-    captions = clips.captions
-    if not method.uses_reward:  # then validation alone scores, by default the first captions
-        captions = captions[: 0 if validates_prompts or not run.validate_every else run.validation.num_samples]
-    check_prompts(run.reward, (captions, lambda number: f"data.path: {clips.place(number)}"))
+def check_texts(run: RunConfig, method: type[Method], prompts: PromptFiles, clips: Clips) -> list[str]:
+    """Return a line for each scorer that cuts prompts or captions; UserError for one that a scorer cannot score."""
+    (training, place), *others = (file.placed for file in prompts.values())
+    # Without a reward validation alone scores, by default the first prompts or captions.
+    own = prompts["--validation.prompts"].requests or not run.validate_every
+    scored = None if method.uses_reward else 0 if own else run.validation.num_samples
+    return check_prompts(run.reward, (training[:scored], place), *others, (clips.captions[:scored], clips.place))
+
+
+def note_cut(codec: Codec, prompts: PromptFiles, clips: Clips) -> list[str]:
+    """Return a line for each file of prompts, and for videos, of which the text encoder cuts some."""
+    captions = () if clips.stored else clips.captions  # stored embeddings were cut when they were made
+    placed = [*(file.placed for file in prompts.values()), (captions, clips.place)]
+    return [line for source in placed if (line := cut_in_words(codec.cut, *source, "the text encoder"))]
 
 
 def count_lanes(run: RunConfig, batch: BatchPlan, clips: Clips) -> dict[str, int]:
@@ -145,6 +158,8 @@ def note_files(run: RunConfig, batch: BatchPlan, prompts: PromptFiles, clips: Cl
     notes = [file.note for file in prompts.values()]
     if clips.stored is not None:
         notes.append(clips.stored.image_note)
+    if clips.videos:
+        notes.append(left_out(Path(run.data.path)))
     for lanes in count_lanes(run, batch, clips).values():
         if lanes < ranks:
             notes.append(

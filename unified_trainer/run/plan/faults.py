@@ -59,6 +59,6 @@ def _check_clips(run: RunConfig) -> None:
     """Raise UserError for data.path as far as it can be checked without the student's folder."""
     path = Path(run.data.path)
     if run.trains_on == "clips" and holds_videos(path):
-        check_videos(path, run.video)
+        check_videos(path, run.video, run.data.columns)
     elif not path.exists():
         read_stored_files(path, ClipRows((1, 1, 1, 1)))

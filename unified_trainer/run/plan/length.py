@@ -15,7 +15,7 @@ def row_count(run: RunConfig, prompts: PromptFiles, clips: Clips) -> int:
     """Return the number of prompts, clips or trajectories that a run trains on."""
     if run.trains_on == "prompts":
         return len(prompts["--prompts"].requests)
-    return run.data.num_clips if run.data.path == "tiny" else len(clips.captions)
+    return run.data.num_clips if run.data.path == "tiny" else len(clips)
 
 
 def with_steps(run: RunConfig, batch: BatchPlan, rows: int) -> RunConfig:

@@ -24,7 +24,7 @@ from unified_trainer.run.plan.data import (
     SETS,
     Clips,
     PromptFiles,
-    check_captions,
+    check_texts,
     check_video,
     count_lanes,
     note_files,
@@ -150,7 +150,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     roles = with_updates(run, roles)
     _check_length(run, batch, roles)
     check_images(run, roles, prompts, clips, scores=method.uses_reward or run.validate_every > 0)
-    check_captions(run, method, clips, bool(prompts["--validation.prompts"].requests))
+    cut = check_texts(run, method, prompts, clips)
     shown_prompts = prompts["--validation.prompts"].requests or prompts["--prompts"].requests
     check_distances(run.validation, run.validated().video, shown_prompts)
     sparse_note = check_sparse(run, method, roles, mesh)
@@ -167,6 +167,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         sparse_note,
         note_repeats(run, batch, rows),
         note_scheduler(folder, family.tokens(folder, latent_shape), run.sampler),
+        *cut,
         *note_files(run, batch, prompts, clips, mesh.data_size),
     )
     return RunPlan(

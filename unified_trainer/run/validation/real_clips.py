@@ -13,7 +13,7 @@ from unified_trainer.basics.types import Video
 from unified_trainer.data.captioned import find_videos
 from unified_trainer.data.clips import VideoConfig
 from unified_trainer.data.tiny_world import is_tiny_world, real_clip, render
-from unified_trainer.data.video_reader import read_clip, to_video
+from unified_trainer.data.video_reader import read_video, to_video
 from unified_trainer.models.base import Codec
 from unified_trainer.numerics.frechet import frame_features
 from unified_trainer.rewards.base import Features
@@ -81,13 +81,13 @@ def check_real(folder: str, key: str, size: VideoConfig, samples: int, of: str) 
         found = f"{key} {folder} holds {len(files)} videos"
         raise UserError(f"{found}, fewer than the {samples} samples of {of}: add clips, or make fewer samples")
     for file in files[:samples]:
-        read_clip(file.file, size)
+        read_video(file, size)
 
 
 def read_real(folder: str, key: str, size: VideoConfig, samples: Iterable[int]) -> Video:
     """Return the real clips of some samples: those of these numbers in a folder, counted round and round."""
     files = find_videos(Path(folder), key)
-    return torch.cat([to_video(read_clip(files[i % len(files)].file, size)) for i in samples])
+    return torch.cat([to_video(read_video(files[i % len(files)], size).frames) for i in samples])
 
 
 def _tiny(video: VideoConfig, requests: Sequence[Request]) -> bool:

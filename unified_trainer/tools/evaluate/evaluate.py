@@ -176,7 +176,8 @@ def _check(chosen: Sequence[Checkpoint], plan: Plan, rewards: RewardConfig) -> N
             )
     check_reward(rewards, chosen[0].run.video.frames)
     check_of_videos(rewards)
-    check_prompts(rewards, (plan.prompts, lambda number: f"--prompts: prompt {number + 1}"))
+    for note in check_prompts(rewards, (plan.prompts, lambda number: f"--prompts: prompt {number + 1}")):
+        say(note)
 
 
 def _reference(

@@ -1,7 +1,8 @@
 """The commands merge and extract-adapter: adapters of pipeline folders, without a run."""
 
 import math
-import re
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,17 +15,16 @@ from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.ranges import at_least
 from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import DTYPES
-from unified_trainer.models.adapter_file import open_adapter
-from unified_trainer.models.adapter_location import locate
+from unified_trainer.models.adapter_file import AdapterFile, open_adapter
 from unified_trainer.models.tensor_file import write_tensors
 from unified_trainer.parallel.device import Device, pick_device
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.run.plan.adapters import place_of
 from unified_trainer.run.registry import family_of
 from unified_trainer.tools.export.export import INDEX, PIPELINE, write_components
 from unified_trainer.tools.output_folder import check_empty, link_or_copy, new_folder
 
 ALONE = Mesh(torch.device("cpu"))
-SCALED = re.compile(r"(.+):([+-]?\d*\.?\d+)")
 
 
 def merge(
@@ -50,29 +50,24 @@ def merge(
         raise UserError("--adapters names no adapter: give FILE, or FILE:FACTOR, one or more times")
     names = (component,) if component else family.networks(folder)[0]
     models = {name: family.model(folder, name) for name in names}
-    parts = []
-    for text in adapters:
-        scaled = None if Path(text).exists() else SCALED.fullmatch(text)
-        path, factor = (Path(scaled[1]), float(scaled[2])) if scaled else (Path(text), 1.0)
-        for number, (name, model) in enumerate(models.items()):
-            expert = number if len(models) > 1 else None
-            place = locate(path, "--adapters", expert, family.experts, family.adapter_files)
-            adapter = open_adapter(place, model.network, family.experts, family.published_layer)
-            parts.append((name, factor, adapter))
-    said = [f"{factor:g} x {adapter.file.name} in {name}" for name, factor, adapter in parts]
+    sums = dict[str, AdapterFile]()
+    for number, (name, model) in enumerate(models.items()):
+        places = [place_of("--adapters", text, number if len(models) > 1 else None, family) for text in adapters]
+        opened = (open_adapter(p, model.network, family.experts, family.published_layer) for p in places)
+        sums[name] = reduce(add, opened)
     with new_folder(out) as built:
         for name in names:
             model = models.pop(name)
             model.read(ALONE)
-            for _, factor, adapter in (part for part in parts if part[0] == name):
-                for key in adapter.changed:
-                    weight = model.network.get_parameter(key)
-                    weight.data += factor * adapter.change(key, weight.shape, ALONE.device)
+            for key in sums[name].changed:
+                weight = model.network.get_parameter(key)
+                weight.data += sums[name].change(key, weight.shape, ALONE.device)
             model.save(built, name, DTYPES[dtype], "10GB")
         write_components(folder, built, read_json(folder / INDEX), link_or_copy)
         if (folder / PIPELINE).is_file():  # of an export
             link_or_copy(folder / PIPELINE, built / PIPELINE)
-    say(f"{out}: {folder} with {', '.join(said)}")
+    said = ", ".join(f"{adapter.name} in {name}" for name, adapter in sums.items())
+    say(f"{out}: {folder} with {said}")
 
 
 def extract_adapter(

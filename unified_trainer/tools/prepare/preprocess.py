@@ -8,20 +8,22 @@ from typing import Annotated
 
 import numpy as np
 import tyro
+from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_yaml
 from unified_trainer.basics.ranges import Count, NonNegative, Seed
 from unified_trainer.basics.requests import Image
 from unified_trainer.basics.terminal import say
-from unified_trainer.data.captioned import CaptionedVideo, find_videos
+from unified_trainer.data.captioned import CaptionedVideo, find_videos, left_out
 from unified_trainer.data.fastvideo import I2V, T2V, TEXT_ONLY, image_columns, t2v_row, text_of, with_text
 from unified_trainer.data.media import DamagedError, Facts, VideoError, summary
 from unified_trainer.data.negative_prompt import use_negative_prompt, write_negative_prompt
-from unified_trainer.data.prompts import read_prompts
+from unified_trainer.data.prompts import PromptFile, read_prompts
 from unified_trainer.data.video_reader import read_clips, to_video
-from unified_trainer.models.base import Codec, ImageEncoder, Prompt
+from unified_trainer.models.base import Codec, ImageEncoder
 from unified_trainer.models.hub import is_hub_id
+from unified_trainer.models.prompt_lengths import cut_in_words
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.run.checkpoint.run_lock import claimed
@@ -120,8 +122,9 @@ def preprocess(
         return
     shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
     kind, schema = ("i2v", I2V) if family.image_tensors(folder, shape) else ("t2v", T2V)
-    prompts = read_prompts(source, "SOURCE").prompts if source.suffix == ".txt" else ()
-    videos = () if prompts else find_videos(source, "SOURCE", captions)
+    file = read_prompts(source, "SOURCE") if source.suffix == ".txt" else PromptFile(())
+    videos = () if file.requests else find_videos(source, "SOURCE", captions, run.data.columns)
+    texts = [*zip(file.places, file.prompts, strict=True), *(row for video in videos for row in video.rows)]
     check_output(out, ABOUT, WHAT)
     with claimed(out, mesh) as note:
         if note:
@@ -137,10 +140,13 @@ def preprocess(
         written = ClipFolder(out, with_text(schema if videos else TEXT_ONLY, codec), rows_per_file)
         if not use_negative_prompt(out, negative, codec):
             write_negative_prompt(out, negative, codec)
+        cut = cut_in_words(codec.cut, [text for _, text in texts], lambda i: texts[i][0], "the text encoder")
+        for note in filter(None, (left_out(source), cut)):
+            say(note)
         if videos:
             _write_videos(videos, written, codec, run, workers, strict, out, images=kind == "i2v")
         else:
-            _write_prompts(prompts, written, codec, out)
+            _write_prompts(file.prompts, written, codec, out)
 
 
 def _one_process(device: Device, parallel: ParallelConfig) -> Mesh:
@@ -176,19 +182,18 @@ def _write_videos(
     images: bool,
 ) -> None:
     done = written.captions()
-    for video in videos:
-        if done.get(video.name, video.caption) != video.caption:
-            raise UserError(f"{out} holds {video.name} with another caption: choose another folder, or remove it")
-    left = [video for video in videos if video.name not in done]
-    skipped: dict[str, str] = {}
-    facts, damaged = list[Facts](), 0
+    for name, caption in (row for video in videos for row in video.rows):
+        if done.get(name, caption) != caption:
+            raise UserError(f"{out} holds {name} with another caption: choose another folder, or remove it")
+    left = [video for video in videos if not video.rows or any(name not in done for name, _ in video.rows)]
+    new, skipped, facts, damaged = 0, dict[str, str](), list[Facts](), 0
     size = f"{run.video.frames} frames of {run.video.height} x {run.video.width} at {run.video.fps:g} per second"
-    with ItemProgress("videos", len(left)) as progress:
+    with ItemProgress("videos", sum(len(video.rows) or 1 for video in left)) as progress:
         progress.say(f"{len(left)} videos to encode, {len(videos) - len(left)} done before: {size}")
         try:
             for number, (video, clip) in enumerate(read_clips(left, run.video, workers)):
                 if number % TEXTS == 0:
-                    captions = [one.caption for one in left[number : number + TEXTS] if one.caption]
+                    captions = [caption for one in left[number : number + TEXTS] for caption in one.captions]
                     prompts = dict(zip(captions, codec.prompts(captions), strict=True))
                 if isinstance(clip, VideoError):
                     if strict:
@@ -197,30 +202,27 @@ def _write_videos(
                     damaged += isinstance(clip, DamagedError)
                     progress.advance()
                     progress.note(f"skipped {clip}")
-                else:
-                    row = _row(video, clip.frames, prompts[video.caption], codec, run, images=images)
-                    add_row(written, row, progress)
-                    facts.append(clip.facts)
+                    continue
+                facts.append(clip.facts)
+                raw = codec.encode_raw(to_video(clip.frames))[0]
+                for name, caption in video.rows:
+                    if name not in done:
+                        row = t2v_row(name, caption, raw, run.video) | text_of(prompts[caption], codec)
+                        add_row(written, row | (_image(clip.frames, raw, codec) if images else {}), progress)
+                        new += 1
         finally:
             written.finish()
             written.write_skipped(skipped)
-        new = len(left) - len(skipped)
         if not done and not new:
             raise UserError(f"none of the {len(videos)} videos could be used: {out / SKIPPED} says why")
         counted = summary(facts, damaged, len(skipped) - damaged) + (f" ({SKIPPED})" if skipped else "")
         summarise(progress, len(done) + new, "clip", out, new, f"{counted}; ")
 
 
-def _row(
-    video: CaptionedVideo, clip: np.ndarray, prompt: Prompt, codec: Codec, run: RunConfig, *, images: bool
-) -> dict[str, object]:
-    """Return the row of a clip, of kind i2v with `images`."""
-    raw = codec.encode_raw(to_video(clip))[0]
-    row = t2v_row(video.name, video.caption, raw, run.video) | text_of(prompt, codec)
-    if not images:
-        return row
+def _image(clip: np.ndarray, raw: Tensor, codec: Codec) -> dict[str, object]:
+    """Return the columns of the first frame of a clip, a condition image."""
     assert isinstance(codec, ImageEncoder)  # of a family with `image_tensors`
-    return row | image_columns(codec.encode_images([(Image.of(clip[0].copy()),)], tuple(raw.shape)))
+    return image_columns(codec.encode_images([(Image.of(clip[0].copy()),)], tuple(raw.shape)))
 
 
 def _write_prompts(prompts: Sequence[str], written: ClipFolder, codec: Codec, out: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.data.clips import DataConfig
 from unified_trainer.data.fastvideo import ODE, ode_row, text_of, with_text
@@ -45,6 +46,8 @@ def write_trajectories(
         raise ConfigError(f"--trajectories: {run.method} trains on none; leave --method out")
     check_output(out, ABOUT, WHAT)
     plan = check(replace(fetched(run, mesh), prompts=str(source), data=DataConfig()), mesh)
+    if any(request.negative for request in plan.requests):
+        raise UserError(f"{source}: trajectories have one negative prompt: leave the column negative_prompt out")
     ode = replace(ode, levels=ode.sigmas[:-1]) if every_state else ode
     with claimed(out, mesh):
         encoders = replace(run.encoders, cache=run.encoders.cache or str(out / EMBEDDINGS))

@@ -61,12 +61,15 @@ def rollout(
     if not rewards.named():
         raise UserError(f"{run} was trained without a reward: give one with --reward FILE")
     check_reward(rewards, loaded.run.video.frames)
-    check_prompts(rewards, (lines, lambda number: f"--prompts: prompt {number + 1}"))
+    for note in check_prompts(rewards, (lines, lambda number: f"--prompts: prompt {number + 1}")):
+        say(note)
     plain = settings.plain(loaded.run)
     size = {key: plain["video"][key] for key in ("frames", "height", "width")}
     about = {"run": run, "step": loaded.metadata["step"], "method": loaded.metadata["method"], "base": str(loaded.base)}
     about |= {"families": list(loaded.run.families)} if loaded.run.families else {}
     about |= {"sampler": plain["sampler"], "video": size, "seed": seed, "num_samples": num_samples}
+    if any(request.negative for request in requests):
+        about |= {"negative_prompts": [request.negative for request in requests]}
     if any(request.images for request in requests):
         about |= {"images": [[image.sha256 for image in request.images] for request in requests]}
         files = [request.files.get("images", []) for request in requests]

@@ -187,7 +187,7 @@ def with_images(
     """
     takes = loaded.family.images(loaded.base)
     if given:
-        lines = [Request(line.text, given) for line in lines]
+        lines = [dataclasses.replace(line, images=given) for line in lines]
     elif takes[1]:
         lines = read_lines(prompts, images=True)
     way_out = "give --image FILE, or a table of prompts with a column image" if takes[0] else "leave --image out"
