@@ -85,9 +85,8 @@ def summarise(
         values = [table[name] for table in tables]
         measures[name] = [_measure(name, one, config) for one in values]
         differences += _differences(name, measures[name], values, config)
-    plainly = _frechet(rows, plan, others) | _speed(rows)
-    for name, by_seed in plainly.items():
-        measures[name] = [_of_seeds(values) for values in by_seed]
+    for name, by_seed in (_frechet(rows, plan, others) | _speed(rows)).items():
+        measures[name] = [Measure(sum(own) / len(own), None, own, _std(own)) for own in by_seed]
         differences += _differences(name, measures[name], None, config)
     return Summary(measures, differences)
 
@@ -105,16 +104,6 @@ def beside_zero(interval: Interval) -> bool:
 def verdict(measure: str, difference: float) -> int:
     """Return 1 for a change to the better, -1 to the worse, 0 where the measure has no better and worse."""
     return sign_of(measure) if difference > 0 else -sign_of(measure)
-
-
-def as_json(summary: Summary, names: Sequence[str]) -> dict[str, object]:
-    """Return the summary as plain data, with the names of the checkpoints."""
-    measures = {
-        name: {checkpoint: asdict(value) for checkpoint, value in zip(names, values, strict=True)}
-        for name, values in summary.measures.items()
-    }
-    rows = [asdict(value) | {"left": names[value.left], "right": names[value.right]} for value in summary.differences]
-    return {"measures": measures, "differences": rows}
 
 
 def _tables(measured: Measured, plan: Plan) -> dict[str, _Values]:
@@ -144,10 +133,6 @@ def _measure(name: str, values: _Values, config: BootstrapConfig) -> Measure:
     return Measure(float(values.of(means.mean())), interval, by_seed, _std(by_seed))
 
 
-def _of_seeds(by_seed: list[float]) -> Measure:
-    return Measure(sum(by_seed) / len(by_seed), None, by_seed, _std(by_seed))
-
-
 def _std(values: list[float]) -> float | None:
     return float(torch.tensor(values, dtype=torch.float64).std()) if len(values) > 1 else None
 
@@ -155,6 +140,7 @@ def _std(values: list[float]) -> float | None:
 def _differences(
     name: str, measured: Sequence[Measure], values: Sequence[_Values] | None, config: BootstrapConfig
 ) -> list[Difference]:
+    """Return the differences of every two checkpoints; prompts, with all samples and seeds, are resampled for both."""
     differences = []
     for right in range(len(measured)):
         for left in range(right):
@@ -164,15 +150,12 @@ def _differences(
 
 
 def _paired(left: _Values, right: _Values, config: BootstrapConfig) -> Interval:
-    """Resample prompts, with all their samples and seeds, for both checkpoints together."""
     columns = torch.stack([left.table.mean(1), right.table.mean(1)], 1)
     return _interval(columns, lambda means: right.of(means[:, 1]) - left.of(means[:, 0]), config)
 
 
 def _interval(columns: Tensor, statistic: Statistic, config: BootstrapConfig) -> Interval:
-    if len(columns) < 2:
-        return None
-    return bootstrap_interval(columns, statistic, **asdict(config))
+    return None if len(columns) < 2 else bootstrap_interval(columns, statistic, **asdict(config))
 
 
 def _frechet(

@@ -31,8 +31,12 @@ def common_reward(checkpoints: Sequence[Checkpoint], file: Path | None, held_out
         agree_to_scorer(kind, f"reward.scorers.{name}.kind")
         if name == reward.first:
             raise UserError(f"--held-out {kind}: it is the first scorer of the reward, reward.kind; leave it out")
-        held = reward.scorers.get(name) or _of_kind(kind, reward)
-        part = dataclasses.replace(held, kind=held.kind or kind, weight=0.0)
+        part = reward.scorers.get(name)
+        if part is None:  # it sees all frames if one is too few for it
+            part = ScorerConfig(kind=kind)
+            least = scorer_kind(part, f"--held-out {kind}", reward.timeout).min_frames
+            part = dataclasses.replace(part, frames="all") if least > 1 else part
+        part = dataclasses.replace(part, kind=part.kind or kind, weight=0.0)
         reward = dataclasses.replace(reward, scorers=reward.scorers | {name: part})
     reward.check()
     return reward
@@ -50,10 +54,3 @@ def _with(reward: RewardConfig, name: str, part: ScorerConfig, checkpoint: str) 
             "--reward FILE, a YAML file with a section reward"
         )
     return reward
-
-
-def _of_kind(kind: str, reward: RewardConfig) -> ScorerConfig:
-    """Return the settings of a scorer that only its kind names: it sees all frames if one is too few for it."""
-    config = ScorerConfig(kind=kind)
-    least = scorer_kind(config, f"--held-out {kind}", reward.timeout).min_frames
-    return dataclasses.replace(config, frames="all") if least > 1 else config

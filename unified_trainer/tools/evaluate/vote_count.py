@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.table import Table
@@ -48,13 +49,9 @@ def count(output: Path, votes: Sequence[Path], confidence: float) -> list[Prefer
     for file in votes:
         for key, voter, pair, vote, ballot in _read(file, output):
             given[key, voter, pair] = (ballot, vote)
-    names = [preference["name"] for preference in read_json(output / files.ABOUT)["checkpoints"]]
+    names = [checkpoint["name"] for checkpoint in read_json(output / files.ABOUT)["checkpoints"]]
     preferences = _preferences(names, given, confidence)
-    content = {
-        "confidence": confidence,
-        "votes": len(given),
-        "preferences": [asdict(preference) for preference in preferences],
-    }
+    content = {"confidence": confidence, "votes": len(given), "preferences": list(map(asdict, preferences))}
     write_text(output / "votes.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     table = Table("checkpoint", "against", "wins", "losses", "ties", "prompts", "voters", "win rate")
     for preference in preferences:
@@ -68,8 +65,7 @@ def count(output: Path, votes: Sequence[Path], confidence: float) -> list[Prefer
 
 def _read(file: Path, output: Path) -> list[tuple[str, str, int, str, dict[str, Any]]]:
     """Return key, voter, number of the pair, vote and ballot of every line."""
-    reader = csv.reader(io.StringIO(read_text(file, "--votes"), newline=""))
-    rows = list(reader)
+    rows = list(csv.reader(io.StringIO(read_text(file, "--votes"), newline="")))
     if not rows or tuple(rows[0]) != COLUMNS:
         raise UserError(f"--votes {file} is no file of votes: its first line must be {','.join(COLUMNS)}")
     ballots: dict[str, list[dict[str, Any]]] = {}
@@ -107,13 +103,11 @@ def _preferences(
         votes.setdefault(pair, []).append((ballot["prompt"], voter, value))
     preferences = []
     for (first, second), rows in votes.items():
-        values = [value for _, _, value in rows]
         by_prompt: dict[str, list[float]] = {}
         for prompt, _, value in rows:
             by_prompt.setdefault(prompt, []).append(value)
-        rate = sum(sum(outcomes) / len(outcomes) for outcomes in by_prompt.values()) / len(by_prompt)
-        counts = {"wins": values.count(1.0), "losses": values.count(0.0), "ties": values.count(0.5)}
-        counts |= {"prompts": len(by_prompt), "voters": len({voter for _, voter, _ in rows})}
+        wins, losses, ties = map([value for _, _, value in rows].count, (1.0, 0.0, 0.5))
+        voters, rate = len({voter for _, voter, _ in rows}), fmean(map(fmean, by_prompt.values()))
         interval = wilson_interval(rate, len(by_prompt), confidence)
-        preferences.append(Preference(first, second, **counts, win_rate=rate, interval=interval))
+        preferences.append(Preference(first, second, wins, losses, ties, len(by_prompt), voters, rate, interval))
     return preferences
