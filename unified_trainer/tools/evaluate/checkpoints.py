@@ -95,7 +95,9 @@ def read_checkpoints(
             raise UserError(f"{name}: evaluate changes settings of {', '.join(SECTIONS)} only; leave it out")
     if not texts:
         raise UserError("evaluate needs a checkpoint: " + GRAMMAR)
-    _check_flags_of_served(texts, flags)
+    wrong = [name for name, _ in split(flags) if name.startswith(("--sampler.", "--encoders."))]
+    if wrong and (served := next(filter(is_address, texts), "")):
+        raise UserError(f"{wrong[0]}: the student at {served} samples with the settings of its server; leave it out")
     parsed = [None if is_address(text) else _Parsed.of(text) for text in texts]
     first = next((checkpoint for checkpoint in parsed if checkpoint is not None and checkpoint.is_run), None)
     of_models = ["--method", "finetune", "--recipe", recipe] if recipe else []
@@ -119,17 +121,8 @@ def read_checkpoints(
     return _with_names(checkpoints, texts)
 
 
-def _check_flags_of_served(texts: Sequence[str], flags: Sequence[str]) -> None:
-    served = [text for text in texts if is_address(text)]
-    wrong = [name for name, _ in split(flags) if name.startswith(("--sampler.", "--encoders."))]
-    if served and wrong:
-        raise UserError(f"{wrong[0]}: the student at {served[0]} samples with the settings of its server; leave it out")
-
-
 @dataclass(frozen=True)
 class _Parsed:
-    """The parts of a checkpoint's text."""
-
     text: str
     place: Path
     step: str  # a number, best, latest or ""

@@ -1,5 +1,6 @@
 """The command evaluate: it compares checkpoints on the same prompts and noise, and counts votes of people."""
 
+import dataclasses
 import gc
 from collections.abc import Sequence
 from functools import partial
@@ -10,6 +11,7 @@ import tyro
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import check_file
+from unified_trainer.basics.plugins import agree_to_scorer
 from unified_trainer.basics.ranges import Count, Fraction, NonNegative, Seed, at_least
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.terminal import say
@@ -18,21 +20,20 @@ from unified_trainer.models.base import Codec, Family
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.device import Device, fitting
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.rewards.base import RewardConfig
+from unified_trainer.rewards.base import RewardConfig, ScorerConfig
 from unified_trainer.rewards.reward import VideoReward
 from unified_trainer.rewards.scorers import check_of_videos, check_prompts, check_reward, load_scorers, scorer_kind
 from unified_trainer.run.registry import family_of
+from unified_trainer.run.settings.command_line import read_reward
 from unified_trainer.run.settings.flags import split
 from unified_trainer.run.settings.settings import RunFlags
 from unified_trainer.run.validation.real_clips import check_real, video_features
 from unified_trainer.tools.evaluate import files, pages, vote_count
 from unified_trainer.tools.evaluate.checkpoints import TINY, Checkpoint, read_checkpoints
-from unified_trainer.tools.evaluate.measures import BootstrapConfig, summarise
+from unified_trainer.tools.evaluate.measures import BootstrapConfig, print_summary, summarise
 from unified_trainer.tools.evaluate.plan import NOISE_STEP, Plan
 from unified_trainer.tools.evaluate.samples import Measured, folder_of, measure, own_videos, read_measured
-from unified_trainer.tools.evaluate.scorers import common_reward
 from unified_trainer.tools.evaluate.served import served_videos
-from unified_trainer.tools.evaluate.table import print_summary
 from unified_trainer.tools.progress import ItemProgress
 from unified_trainer.tools.report.page import MEGABYTE, VIDEO_MEGABYTES
 from unified_trainer.tools.sample.sample import check_images, of_prompts, read_lines
@@ -98,7 +99,6 @@ def evaluate(
         vote_seed: Seed of the order of videos in votes.html.
         votes: Files of votes that votes.html saved: count them instead, for the evaluation in the output folder.
         recipe: Recipe with sampler and video size of model folders; by default they have those of the first run.
-        device: Device to run on.
         settings: Flags with a dot and their values, one word each.
     """
     if votes:
@@ -236,3 +236,38 @@ def _measured(
             rows[i] = measured(chosen[i], places[i])
             gc.collect()
     return [row for row in rows if row is not None]
+
+
+def common_reward(checkpoints: Sequence[Checkpoint], file: Path | None, held_out: Sequence[str]) -> RewardConfig:
+    """Return the reward of the file, or of the first checkpoint that has one, and the scorers that are held out.
+
+    Scorers that only other checkpoints have are held out too. Raise UserError if two of one name differ in more than
+    their weight, or for a scorer of `held_out` that is the reward's only one.
+    """
+    if file is not None:
+        reward = read_reward(file)
+    else:
+        configs = [checkpoint.run.reward for checkpoint in checkpoints]
+        reward = next((checkpoint for checkpoint in configs if checkpoint.named()), configs[0])
+        for checkpoint in checkpoints:
+            for name, part in checkpoint.run.reward.named().items():
+                have, held = reward.named().get(name), dataclasses.replace(part, weight=0.0)
+                if have is None:
+                    reward = dataclasses.replace(reward, scorers=reward.scorers | {name: held})
+                elif dataclasses.replace(have, weight=0.0) != held:
+                    raise UserError(
+                        f"{checkpoint.name} has other settings of the scorer {name} than a checkpoint before it: give "
+                        "those of all with --reward FILE, a YAML file with a section reward"
+                    )
+    for kind in held_out:
+        name = kind.rpartition(":")[2]
+        agree_to_scorer(kind, f"reward.scorers.{name}.kind")
+        if name == reward.first:
+            raise UserError(f"--held-out {kind}: it is the first scorer of the reward, reward.kind; leave it out")
+        part = reward.scorers.get(name) or ScorerConfig(kind=kind)
+        if name not in reward.scorers and scorer_kind(part, f"--held-out {kind}", reward.timeout).min_frames > 1:
+            part = dataclasses.replace(part, frames="all")  # one frame is too few for it
+        part = dataclasses.replace(part, kind=part.kind or kind, weight=0.0)
+        reward = dataclasses.replace(reward, scorers=reward.scorers | {name: part})
+    reward.check()
+    return reward

@@ -79,7 +79,6 @@ def _samples(output: Path, names: Sequence[str], rows: Sequence[Measured], plan:
 
 
 def _with_ends(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows with the ends of their interval as columns."""
     return [row | dict(zip(("low", "high"), row["interval"] or (None, None), strict=True)) for row in rows]
 
 

@@ -1,13 +1,16 @@
-"""The measures of the checkpoints of an evaluation: means, spread over seeds, intervals, and differences."""
+"""The measures of the checkpoints of an evaluation: means, spread over seeds, intervals, differences; their table."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from jaxtyping import Float
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from unified_trainer.basics.ranges import Count, Decay, Seed
+from unified_trainer.basics.terminal import printable, show
 from unified_trainer.numerics.bootstrap import Statistic, bootstrap_interval
 from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.run.validation.distances import FRECHET, FVD
@@ -18,16 +21,15 @@ Interval = tuple[float, float] | None  # None where there is none: of one prompt
 DIVERSITY, SPEED, CALLS = "pixels/diversity", "samples_per_second", "network_calls"
 SHARE = "accuracy"  # first word of the measures that are shares of samples
 BETTER = {"reward": 1, SHARE: 1, FRECHET: -1, FVD: -1, SPEED: 1, CALLS: -1}  # sign of an improvement, by first word
+WIDTH = 200  # columns where the output is no terminal
+STYLES = {1: "green", 0: "bold", -1: "red"}
 
 
 @dataclass(frozen=True)
 class BootstrapConfig:
-    resamples: Count = 10_000
-    """Resamples of the prompts."""
-    seed: Seed = 0
-    """Seed of the resampling."""
-    confidence: Decay = 0.95
-    """Share of repeated evaluations, with other prompts, whose interval holds the true value."""
+    resamples: Count = 10_000  # resamples of the prompts
+    seed: Seed = 0  # seed of the resampling
+    confidence: Decay = 0.95  # share of repeated evaluations, with other prompts, whose interval holds the true value
 
 
 @dataclass(frozen=True)
@@ -185,3 +187,26 @@ def _speed(rows: Sequence[Measured]) -> dict[str, list[list[float]]]:
     calls = {CALLS: [[float(row.calls)] for row in rows]}
     batches = [torch.tensor(row.seconds[1:], dtype=torch.float64) for row in rows]
     return {SPEED: [[1 / float(seconds.median())] for seconds in batches], **calls} if all(map(len, batches)) else calls
+
+
+def print_summary(summary: Summary, names: Sequence[str]) -> None:
+    """Print every measure of every checkpoint, and the differences to the first one with their intervals."""
+    table = Table("measure", *names)
+    for name, values in summary.measures.items():
+        against = {
+            measure.right: measure for measure in summary.differences if measure.measure == name and measure.left == 0
+        }
+        table.add_row(name, *(_cell(measure, against.get(i)) for i, measure in enumerate(values)))
+    show(table, width=WIDTH)
+
+
+def _cell(measure: Measure, difference: Difference | None) -> Text:
+    """Return the mean with its spread over seeds, and below it the difference; in color if the interval is beside 0."""
+    spread = "" if measure.std_over_seeds is None else f" ± {measure.std_over_seeds:.2g}"
+    text = Text(printable(f"{measure.mean:.4g}{spread}"))
+    if difference is None:
+        return text
+    style = STYLES[verdict(difference.measure, difference.difference)] if beside_zero(difference.interval) else "dim"
+    ends = "" if difference.interval is None else " [{:+.3g}, {:+.3g}]".format(*difference.interval)
+    text.append(f"\n{difference.difference:+.3g}{ends}", style)
+    return text

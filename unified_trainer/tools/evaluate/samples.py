@@ -22,7 +22,6 @@ from unified_trainer.basics.errors import writing
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.requests import Request, identity_of
 from unified_trainer.basics.types import Video
-from unified_trainer.data.clips import VideoConfig
 from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, check_attributes, is_tiny_world, real_clip, render
 from unified_trainer.data.video_files import file_name, to_uint8, write_clip
 from unified_trainer.models.base import Codec
@@ -113,6 +112,18 @@ def measure(
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+
+    def tensors_of(video: Video, prompts: list[str], seed: int, numbers: list[int]) -> dict[str, Tensor]:
+        """Return thumbnails, and features of the videos and of real clips where there are some."""
+        columns, real = {"thumbnails": thumbnail(video)}, None
+        if features and plan.real_clips:
+            real = read_real(plan.real_clips, "--real-clips", checkpoint.run.video, numbers).to(video.device)
+        elif features and is_tiny_world(video.shape[2:], plan.prompts):
+            clips = render([real_clip(prompt, seed, i) for prompt, i in zip(prompts, numbers, strict=True)])
+            real = codec().decode(codec().encode(clips.to(video.device)))
+        columns |= {f"{FEATURES}{name}": of(video) for name, of in features.items()}
+        return columns if real is None else columns | {f"{REAL}{name}": of(real) for name, of in features.items()}
+
     rows: list[dict[str, Any]] = []
     tensors: dict[str, list[Tensor]] = {}
     for (seed, numbers), video in zip(plan.parts(), videos, strict=True):
@@ -124,7 +135,7 @@ def measure(
             new.append({"seed": seed, "prompt": prompt, "sample": sample, "noise": noise} | columns)
         _write_videos(folder, video, new, plan, checkpoint.run.video.fps)
         rows += new
-        for name, value in _tensors(video, prompts, seed, numbers, plan, checkpoint.run.video, codec, features).items():
+        for name, value in tensors_of(video, prompts, seed, numbers).items():
             tensors.setdefault(name, []).append(value.float().cpu())
         done()
     joined = {name: torch.cat(parts).contiguous() for name, parts in tensors.items()}
@@ -176,31 +187,6 @@ def _scores(video: Video, prompts: list[str], plan: Plan, reward: VideoReward) -
         named = {"accuracy" if name == "all" else f"accuracy/{name}": right for name, right in hits.items()}
         columns |= {name: right.double().tolist() for name, right in named.items()}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def _tensors(
-    video: Video,
-    prompts: list[str],
-    seed: int,
-    numbers: list[int],
-    plan: Plan,
-    size: VideoConfig,
-    codec: Callable[[], Codec],
-    features: Mapping[str, VideoFeatures],
-) -> dict[str, Tensor]:
-    """Return thumbnails, and features of the videos and of real clips where there are some."""
-    tensors = {"thumbnails": thumbnail(video)}
-    tensors |= {f"{FEATURES}{name}": of(video) for name, of in features.items()}
-    real = None
-    if features and plan.real_clips:
-        real = read_real(plan.real_clips, "--real-clips", size, numbers).to(video.device)
-    elif features and is_tiny_world(video.shape[2:], plan.prompts):
-        clips = render([real_clip(prompt, seed, i) for prompt, i in zip(prompts, numbers, strict=True)])
-        vae = codec()
-        real = vae.decode(vae.encode(clips.to(video.device)))
-    if real is not None:
-        tensors |= {f"{REAL}{name}": of(real) for name, of in features.items()}
-    return tensors
 
 
 def _write_videos(folder: Path, video: Video, rows: Sequence[dict[str, Any]], plan: Plan, fps: float) -> None:

@@ -13,14 +13,15 @@ from rich.table import Table
 
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.input_files import read_json, read_text
-from unified_trainer.basics.terminal import printable, say
+from unified_trainer.basics.terminal import printable, say, show
 from unified_trainer.numerics.bootstrap import wilson_interval
 from unified_trainer.tools.evaluate import files
-from unified_trainer.tools.evaluate.table import show
+from unified_trainer.tools.evaluate.measures import WIDTH
 from unified_trainer.tools.output_folder import write_text
 
 COLUMNS = ("key", "voter", "pair", "vote")
 VALUES = {"left": 0.0, "right": 1.0, "tie": 0.5}  # of the video on the right
+Votes = dict[tuple[str, str, int], tuple[dict[str, Any], str]]  # ballot and vote by key, voter and number of the pair
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,9 @@ def count(output: Path, votes: Sequence[Path], confidence: float) -> list[Prefer
     """
     if not (output / files.ABOUT).is_file():
         raise MissingFileError(f"{output / files.ABOUT} is missing: name the folder of the evaluation with --output")
-    given: dict[tuple[str, str, int], tuple[dict[str, Any], str]] = {}
+    given: Votes = {}
     for file in votes:
-        for key, voter, pair, vote, ballot in _read(file, output):
-            given[key, voter, pair] = (ballot, vote)
+        given |= _read(file, output)
     names = [checkpoint["name"] for checkpoint in read_json(output / files.ABOUT)["checkpoints"]]
     preferences = _preferences(names, given, confidence)
     content = {"confidence": confidence, "votes": len(given), "preferences": list(map(asdict, preferences))}
@@ -58,18 +58,17 @@ def count(output: Path, votes: Sequence[Path], confidence: float) -> list[Prefer
         rate = f"{preference.win_rate:.3f} [{preference.interval[0]:.3f}, {preference.interval[1]:.3f}]"
         numbers = (preference.wins, preference.losses, preference.ties, preference.prompts, preference.voters)
         table.add_row(printable(preference.second), printable(preference.first), *map(str, numbers), rate)
-    show(table)
+    show(table, width=WIDTH)
     say(f"{output / 'votes.json'}: {len(given)} votes; a tie counts one half, intervals are of {confidence:.0%}")
     return preferences
 
 
-def _read(file: Path, output: Path) -> list[tuple[str, str, int, str, dict[str, Any]]]:
-    """Return key, voter, number of the pair, vote and ballot of every line."""
+def _read(file: Path, output: Path) -> Votes:
     rows = list(csv.reader(io.StringIO(read_text(file, "--votes"), newline="")))
     if not rows or tuple(rows[0]) != COLUMNS:
         raise UserError(f"--votes {file} is no file of votes: its first line must be {','.join(COLUMNS)}")
     ballots: dict[str, list[dict[str, Any]]] = {}
-    votes = []
+    votes: Votes = {}
     for line, row in enumerate(rows[1:], 2):
         place = f"--votes {file}: line {line}"
         if len(row) != len(COLUMNS):
@@ -84,15 +83,12 @@ def _read(file: Path, output: Path) -> list[tuple[str, str, int, str, dict[str, 
             raise UserError(f"{place}: the vote must be left, right or tie, not {vote!r}")
         if not pair.isdecimal() or int(pair) >= len(ballots[key]):
             raise UserError(f"{place}: pair {pair} is none of the {len(ballots[key])} of votes-{key}.json")
-        votes.append((key, voter, int(pair), vote, ballots[key][int(pair)]))
+        votes[key, voter, int(pair)] = (ballots[key][int(pair)], vote)
     return votes
 
 
-def _preferences(
-    names: Sequence[str], given: dict[tuple[str, str, int], tuple[dict[str, Any], str]], confidence: float
-) -> list[Preference]:
-    """Return the votes on every two checkpoints."""
-    # by checkpoints in the order of the evaluation: (prompt, voter, value of the second)
+def _preferences(names: Sequence[str], given: Votes, confidence: float) -> list[Preference]:
+    # By checkpoints in the order of the evaluation: (prompt, voter, value of the second).
     votes: dict[tuple[str, str], list[tuple[str, str, float]]] = {}
     order = {name: i for i, name in enumerate(names)}
     for (_, voter, _), (ballot, vote) in given.items():
