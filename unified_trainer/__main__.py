@@ -32,14 +32,14 @@ COMMANDS = {  # as text: `command_named` imports the one that is called
     "plan": "unified_trainer.tools.plan.command:plan",
     "preprocess": "unified_trainer.tools.prepare.preprocess:preprocess",
     "push": "unified_trainer.tools.export.push:push",
-    "report": "unified_trainer.tools.report.command_report:report",
+    "report": "unified_trainer.tools.report.page:report",
     "rollout": "unified_trainer.tools.sample.rollout:rollout",
     "runs": "unified_trainer.tools.report.command_runs:runs",
     "sample": "unified_trainer.tools.sample.sample:sample",
-    "score": "unified_trainer.tools.sample.score:score",
+    "score": "unified_trainer.tools.sample.rollout:score",
     "serve": "unified_trainer.tools.serve.serve:serve",
     "serve-reward": "unified_trainer.tools.serve.serve_reward:serve_reward",
-    "watch": "unified_trainer.tools.report.command_watch:watch",
+    "watch": "unified_trainer.tools.report.live:watch",
 }
 WIDEST = 120  # columns of a help page
 HELP = {"-h", "--help", "--help-all"}

@@ -94,9 +94,9 @@ def built(folder: Path, method: str, *flags: str):
     plans = plan_roles(run, kind)
     check_method(run, {name: plan.config for name, plan in plans.items()}, plans)
     roles = load_roles(plans, ALONE)
-    counts = rehearsal.Counts(1, 1.0)
+    counts = rehearsal.Counts(1, 1.0, plans, roles)
     shape = (rehearsal.CHANNELS, 5 if run.sampler.chunks.causal else 2, 1, 1)
-    return rehearsal._trainer(run, kind, plans, roles, ALONE, shape, counts, causal=True), roles, plans, counts
+    return rehearsal._trainer(run, kind, ALONE, shape, counts, causal=True), roles, plans, counts
 
 
 def networks(roles) -> dict[tuple[str, str], list[torch.Tensor]]:

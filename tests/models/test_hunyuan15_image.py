@@ -179,7 +179,10 @@ def test_plan_knows_the_sizes_of_a_folder_and_of_the_published_model(folder):
     found, own = (architecture_of("student", path, run) for path in ("", str(folder)))
     assert (found.size.parameters, found.latent_shape(121, 480, 848)) == (8_326_608_160, (32, 31, 30, 53))
     embedder = next(part for part in own.plain_pass((8, 1, 4, 4)).parts if part.module == "image_embedder.linear_1")
-    assert embedder.products == 2 * 4 * own.size.matrices[embedder.module].weights and own.heads == 2
+    assert (
+        embedder.products == 2 * 4 * own.size.matrices[embedder.module].weights
+        and own.family.attention_heads(own.folder) == 2
+    )
 
 
 def test_folders_that_cannot_be_are_refused(folder, table, tmp_path, capsys):

@@ -53,7 +53,7 @@ from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.plan.architecture import architecture_of
 from unified_trainer.tools.sample.sample import read_lines, videos, with_images
 from unified_trainer.tools.serve.remote_student import RemoteStudent
-from unified_trainer.tools.serve.student_service import student_service
+from unified_trainer.tools.serve.serve import student_service
 from unified_trainer.tools.serve.web_server import open_port, serving
 
 pytestmark = pytest.mark.slow

@@ -755,7 +755,7 @@ def test_plan_knows_the_sizes_of_a_folder_and_of_the_published_model(case, folde
     codec = codec_of(case, folder)
     assert found.size.parameters == sum(p.numel() for p in model.network.parameters())
     assert found.size.blocks == tuple(sum(p.numel() for p in block.parameters()) for block in model.blocks)
-    assert found.text_shapes == codec.text_shapes
+    assert found.blueprint.text_shapes == codec.text_shapes
     latents = case.family.latent_shape(folder, *shape)
     assert found.latent_shape(*shape) == latents
     assert found.plain_pass(latents).tokens == case.family.tokens(folder, latents)

@@ -17,7 +17,7 @@ from unified_trainer.rewards.image_json import prompts_with_images
 from unified_trainer.rewards.offloaded import OffloadedScorer
 from unified_trainer.rewards.reward import Reward
 from unified_trainer.rewards.scorers import check_reward, load_scorers
-from unified_trainer.tools.serve.reward_service import reward_service
+from unified_trainer.tools.serve.serve_reward import reward_service
 from unified_trainer.tools.serve.web_server import serving
 
 FILE = """

@@ -22,8 +22,7 @@ from unified_trainer.rewards.video_json import from_json, to_json
 from unified_trainer.rewards.wire import exchange
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.config import check_resumable, save
-from unified_trainer.tools.serve.reward_service import reward_service
-from unified_trainer.tools.serve.serve_reward import serve_reward
+from unified_trainer.tools.serve.serve_reward import reward_service, serve_reward
 from unified_trainer.tools.serve.web_server import serving
 
 pytestmark = pytest.mark.slow  # seconds together

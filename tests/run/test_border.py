@@ -345,7 +345,7 @@ def test_a_link_within_a_run_is_no_question():
 
 def test_commands_agree_to_the_scorers_of_their_command_lines():
     """They are flags of other names than their settings: serve-reward --reward, evaluate --held-out."""
-    from unified_trainer.tools.evaluate.scorers import common_reward
+    from unified_trainer.tools.evaluate.evaluate import common_reward
     from unified_trainer.tools.serve.serve_reward import _served
 
     write("m.py", SCORE)

@@ -2,7 +2,7 @@
 
 import re
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # all but tab and newline; parts of broken UTF-8
 
@@ -20,3 +20,12 @@ def printable(text: str) -> str:
 def say(text: str, *, quiet: bool = False) -> None:
     """Print a message on the standard output, unless `quiet`."""
     console(quiet=quiet).print(printable(text), soft_wrap=True)
+
+
+def show(*tables: RenderableType, width: int) -> None:
+    """Print tables on the standard output; where it is no terminal, their lines have `width` columns."""
+    screen = console()
+    if not screen.is_terminal:
+        screen.width = width
+    for table in tables:
+        screen.print(table)

@@ -28,44 +28,28 @@ FORMS = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 # Settings that --help explains; --help-all explains the others too. Of the method's own settings, algorithm.*, those
 # are common that are neither in a group of their own nor experimental by their text.
-COMMON = (
-    "method",
-    "recipe",
-    "config",
-    "steps",
-    "epochs",
-    "seed",
-    "output",
-    "resume",
-    "init_from",
-    "checkpoint_every",
-    "validate_every",
-    "report",
-    "prompts",
-    "sampler.num_steps",
-    "sampler.shift",
-    "sampler.solver",
-    "sampler.guidance_scale",
-    "sampler.chunks.chunk_frames",
-    "video.frames",
-    "video.height",
-    "video.width",
-    "data.path",
-    "encoders.text_precision",
-    "encoders.offload",
-    "reward.kind",
-    "reward.path",
-    "validation.num_samples",
-    "validation.prompts",
-    "launcher",
-    "rollouts.workers",
-    "rollouts.ahead",
-    "parallel.shard",
-    "parallel.sequence",
-    "tracking.tensorboard",
-    "tracking.wandb",
-)
+COMMON = {
+    *("method", "recipe", "config", "steps", "epochs", "seed", "output", "resume", "init_from", "checkpoint_every"),
+    *("validate_every", "report", "prompts", "data.path", "reward.kind", "reward.path", "launcher"),
+    *(f"sampler.{name}" for name in ("num_steps", "shift", "solver", "guidance_scale", "chunks.chunk_frames")),
+    *("video.frames", "video.height", "video.width", "encoders.text_precision", "encoders.offload"),
+    *("validation.num_samples", "validation.prompts", "rollouts.workers", "rollouts.ahead"),
+    *("parallel.shard", "parallel.sequence", "tracking.tensorboard", "tracking.wandb"),
+}
 COMMON_OF_ROLES = ("path", "precision", "learning_rate", "ema_decay", "activation_memory", "adapter.rank")
+
+# Arguments that several commands have; what their docstrings say of one takes precedence.
+ARGUMENTS = {
+    "run": "RUN[@step][:ema], a run directory: its newest checkpoint or that step's; with :ema the EMA weights.",
+    "device": "Device to run on.",
+    "base": "Pipeline folder that the student started from, if it is no longer where the run found it.",
+    "families": "Model families of your own, in place of those of the run.",
+    "port": "Port to listen at; 0 takes a free one.",
+    "host": "Address to listen at.",
+    "token_variable": "Environment variable that holds a token, which clients must then show: as a bearer token, or as "
+    "the password that a browser asks for. Without one, open the server only to a network that you trust.",
+    "wait": "Seconds that the first request in the queue waits for others.",
+}
 
 # Groups of settings in the order of the page, below those of the run and before those of no group here.
 GROUPS = {
@@ -98,7 +82,9 @@ def of_method(method: type[Method], run: RunConfig, width: int, *, everything: b
     groups: dict[str, list[Setting]] = {name: [] for name in ("", "algorithm", *run.roles, *GROUPS)}
     for setting in settings_of(run):
         section = setting.key.partition(".")[0] if "." in setting.key else ""
-        if reads(method, setting.key) and (not everything or _has(setting, sought)):
+        if reads(method, setting.key) and (
+            not everything or sought.lower() in f"{setting.flag} {setting.key} {explanation(setting)}".lower()
+        ):
             groups.setdefault(section, []).append(setting)
     if not any(groups.values()):
         read = [setting.key for setting in settings_of(run) if reads(method, setting.key)]
@@ -109,8 +95,8 @@ def of_method(method: type[Method], run: RunConfig, width: int, *, everything: b
     lines = [f"{PROGRAM} --method {run.method} {page}", "", *wrapped(summary(method), width), ""]
     lines += wrapped(
         f"Defaults are those of {f'--recipe {run.recipe}' if run.recipe else 'the recipe'}, then of --config and "
-        "--init-from if they are given. A switch "
-        "such as --async-save is turned off by --no-async-save, and --validation.ema by --validation.no-ema. "
+        "--init-from if they are given. A switch such as --async-save is turned off by --no-async-save, and "
+        "--validation.ema by --validation.no-ema. "
         + ("" if everything else f"All settings are explained by {PROGRAM} --method {run.method} --help-all."),
         width,
     )
@@ -118,18 +104,13 @@ def of_method(method: type[Method], run: RunConfig, width: int, *, everything: b
         if not settings:
             continue
         lines += ["", ": ".join(filter(None, (section or "The run", _title(method, section))))]
-        shown = [one for one in settings if everything or is_common(one, run.roles)]
+        shown = [one for one in settings if everything or _is_common(one, run.roles)]
         for setting in shown:
             lines += _entry(setting, width)
         if others := [one.key.partition(".")[2] or one.key for one in settings if one not in shown]:
             prefix = f"--{section}.".replace("_", "-") if section else "--"
             lines += wrapped(f"Also {prefix}NAME: {', '.join(others)}.".replace("_", "-"), width, 2)
     return "\n".join(lines)
-
-
-def _has(setting: Setting, sought: str) -> bool:
-    """Whether a setting's flag, key or explanation contains a word, in upper or lower case."""
-    return sought.lower() in f"{setting.flag} {setting.key} {explanation(setting)}".lower()
 
 
 def _title(method: type[Method], section: str) -> str:
@@ -149,8 +130,7 @@ def of_command(name: str, command: Callable[..., int | None], width: int) -> str
     return "\n".join(lines)
 
 
-def is_common(setting: Setting, roles: Iterable[str]) -> bool:
-    """Whether --help explains a setting."""
+def _is_common(setting: Setting, roles: Iterable[str]) -> bool:
     section, _, rest = setting.key.partition(".")
     if section == "algorithm":
         return "." not in rest and "(experimental)" not in explanation(setting)
@@ -182,11 +162,11 @@ def summary(owner: type[Method] | Callable[..., int | None]) -> str:
 
 
 def explanation(setting: Setting) -> str:
-    """Return the help text of a setting: the docstring below its field, or its line in the docstring of a command."""
+    """Return the help text of a setting: the docstring below its field, or the line of a command's argument."""
     owners = setting.owner.__mro__ if isinstance(setting.owner, type) else (setting.owner,)
     names = setting.key.split(".")[:-3:-1]  # its own, and that of the field if it is an entry of a dict
     paragraphs = (texts[name] for name in names for owner in owners if name in (texts := _explanations(owner)))
-    return next(paragraphs, "")
+    return next(paragraphs, ARGUMENTS.get(setting.key, "") if inspect.isfunction(setting.owner) else "")
 
 
 @functools.cache
@@ -199,12 +179,8 @@ def _explanations(owner: Any) -> dict[str, str]:
 
 def _entry(setting: Setting, width: int) -> list[str]:
     """Return the lines of one setting: its flags, and below or beside them its explanation and default."""
-    if setting.positional:
-        heads = [setting.shown]
-    elif setting.switch:
-        heads = [setting.flag, setting.off]
-    else:
-        heads = [f"{setting.flag} {form(setting.kind)}"]
+    named = setting.shown if setting.positional else f"{setting.flag} {form(setting.kind)}"
+    heads = [setting.flag, setting.off] if setting.switch else [named]
     text = " ".join(filter(None, (explanation(setting), _limits(setting), _default(setting.default))))
     joined = ", ".join(heads)
     return row([joined] if len(joined) + 2 <= width else heads, text, width // 3, width)
@@ -225,7 +201,7 @@ def _default(value: Any) -> str:
     """Return the default in words; "" where the explanation says what happens without a value."""
     if value is REQUIRED:
         return "Required."
-    if value is None or value == "" or value == ():
+    if value in (None, "", ()):
         return ""
     if isinstance(value, bool):
         return f"Default: {'on' if value else 'off'}."

@@ -97,9 +97,8 @@ def _read(
     run: RunConfig, metadata: Manifest, role: str, kind: type[Trainable], config: TrainableConfig, path: str, mesh: Mesh
 ) -> LoadedRole:
     """Load a role with the weights of its pipeline folder."""
-    whole = dataclasses.replace(
-        config.sparse_attention, warmup_updates=0
-    )  # a finished student leaves out its whole share
+    # A finished student leaves out its whole share.
+    whole = dataclasses.replace(config.sparse_attention, warmup_updates=0)
     bare = dataclasses.replace(config, ema_decay=0.0, activation_memory="none", compile=False, sparse_attention=whole)
     layout = layout_for(role, kind, bare, path)
     adapters = adapters_of(role, kind, bare, path, layout, starting=False)

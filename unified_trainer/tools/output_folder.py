@@ -96,13 +96,11 @@ def write_text(file: Path, text: str) -> None:
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
     """Lock a folder; False if another process holds the lock, or if the file system has no locks."""
-    opened = os.open(folder, os.O_RDONLY)
+    opened, free = os.open(folder, os.O_RDONLY), True
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         free = False
-    else:
-        free = True
     try:
         yield free
     finally:

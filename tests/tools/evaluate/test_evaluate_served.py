@@ -15,9 +15,9 @@ from unified_trainer.rewards.video_json import to_json
 from unified_trainer.run.checkpoint.manifest import weights_digest
 from unified_trainer.tools.evaluate import checkpoints as parsing
 from unified_trainer.tools.load_run import load_role
-from unified_trainer.tools.serve import student_service as module
+from unified_trainer.tools.serve import serve as module
 from unified_trainer.tools.serve.remote_student import RemoteStudent
-from unified_trainer.tools.serve.student_service import student_service
+from unified_trainer.tools.serve.serve import student_service
 from unified_trainer.tools.serve.web_server import open_port, serving
 
 pytestmark = pytest.mark.slow

@@ -117,7 +117,7 @@ def test_traffic_of_a_block_is_what_its_operations_read_and_write():
     """The second block of 1.3B over 5460 tokens; rounding its weights, 6 bytes each, is no traffic of tokens."""
     few, more = counted(1), counted(2)
     forward, backward = (b - a for a, b in zip(few, more, strict=True))
-    forward -= 6 * WAN_1_3B.block
+    forward -= 6 * max(WAN_1_3B.blocks)
     assert forward == pytest.approx(pass_flops(with_layers(OF_1_3B, 1), 5460).traffic, rel=0.05)
     assert backward / forward == pytest.approx(BACKWARD, rel=0.1)
 

@@ -10,7 +10,7 @@ from run_folders import PROMPTS, STEPS, make_run, metric_rows, sample_row, train
 from unified_trainer.__main__ import main
 from unified_trainer.tools.report.page import MARK, check_out
 from unified_trainer.tools.report.run_folder import read_validations
-from unified_trainer.tools.report.videos import within
+from unified_trainer.tools.report.sample_videos import within
 
 pytestmark = pytest.mark.slow
 

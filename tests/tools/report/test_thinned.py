@@ -97,4 +97,4 @@ def test_a_long_file_is_read_in_blocks(tmp_path, small, monkeypatch):
     reader.update()
     assert sum(sizes) == (tmp_path / "m.jsonl").stat().st_size and len(sizes) > 20
     assert max(sizes) < 4096 + 200  # a block, and the begin of a line
-    assert all(len(points.steps) <= 2 * 100 for points in reader._columns.values())
+    assert all(len(steps) <= 2 * 100 for steps, _ in reader._columns.values())

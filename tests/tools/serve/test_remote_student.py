@@ -24,9 +24,7 @@ from unified_trainer.rewards.video_json import from_json, to_json
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.config import plain
 from unified_trainer.tools.serve import serve as command
-from unified_trainer.tools.serve import student_service as module
-from unified_trainer.tools.serve.serve import serve
-from unified_trainer.tools.serve.student_service import student_service
+from unified_trainer.tools.serve.serve import serve, student_service
 from unified_trainer.tools.serve.web_server import serving
 
 pytestmark = pytest.mark.slow  # seconds together
@@ -86,8 +84,8 @@ def test_clients_at_the_same_time_get_their_own_videos(student, monkeypatch):
         sizes.append(len(prompts))
         return draw_latents(student, codec, prompts, seeds)
 
-    draw_latents = module.draw_latents
-    monkeypatch.setattr(module, "draw_latents", counted)
+    draw_latents = command.draw_latents
+    monkeypatch.setattr(command, "draw_latents", counted)
     with served(student, 4, 60.0) as url:
 
         def client(i):
@@ -154,7 +152,7 @@ def test_a_failure_of_the_student_reaches_the_client_and_the_server_goes_on(stud
     ours = student.sample(PROMPTS)
     with served(student) as url:
         with monkeypatch.context() as patch:
-            patch.setattr(module, "draw_latents", broken)
+            patch.setattr(command, "draw_latents", broken)
             with pytest.raises(ConnectionError, match=r"code 500: a fault of the server: its terminal shows it$"):
                 ut.RemoteStudent(url).sample(PROMPTS)
             assert "KeyError: 'absent'" in capfd.readouterr().err

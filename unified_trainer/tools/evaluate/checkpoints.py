@@ -12,7 +12,6 @@ from unified_trainer.run.checkpoint.init_from import roles_in
 from unified_trainer.run.checkpoint.manager import Keep
 from unified_trainer.run.checkpoint.manifest import (
     CheckpointError,
-    Manifest,
     digest,
     find,
     folders,
@@ -96,7 +95,9 @@ def read_checkpoints(
             raise UserError(f"{name}: evaluate changes settings of {', '.join(SECTIONS)} only; leave it out")
     if not texts:
         raise UserError("evaluate needs a checkpoint: " + GRAMMAR)
-    _check_flags_of_served(texts, flags)
+    wrong = [name for name, _ in split(flags) if name.startswith(("--sampler.", "--encoders."))]
+    if wrong and (served := next(filter(is_address, texts), "")):
+        raise UserError(f"{wrong[0]}: the student at {served} samples with the settings of its server; leave it out")
     parsed = [None if is_address(text) else _Parsed.of(text) for text in texts]
     first = next((checkpoint for checkpoint in parsed if checkpoint is not None and checkpoint.is_run), None)
     of_models = ["--method", "finetune", "--recipe", recipe] if recipe else []
@@ -107,29 +108,21 @@ def read_checkpoints(
             f"{texts[parsed.index(None)]} is a served student: name a run too, a --recipe, or --reward FILE, for the "
             "reward that measures its videos"
         )
-    checkpoints = [_found(text, checkpoint, flags, of_models) for text, checkpoint in zip(texts, parsed, strict=True)]
-    for i, checkpoint in enumerate(checkpoints):
-        same = [other for other in checkpoints[:i] if _identity(other) == _identity(checkpoint)]
-        if same:
-            raise UserError(f"{texts[i]} is {texts[checkpoints.index(same[0])]} once more: name each checkpoint once")
+    checkpoints: list[Checkpoint] = []
+    for text, own in zip(texts, parsed, strict=True):
+        if own is None:
+            found = _served(text, flags, of_models)
+        else:
+            found = _run(own, flags) if own.is_run else _model(own, flags, of_models)
+        for other, before in zip(texts, checkpoints, strict=False):
+            if (before.digest, before.run, before.served) == (found.digest, found.run, found.served):
+                raise UserError(f"{text} is {other} once more: name each checkpoint once")
+        checkpoints.append(found)
     return _with_names(checkpoints, texts)
-
-
-def _identity(checkpoint: Checkpoint) -> tuple[object, ...]:
-    return checkpoint.digest, checkpoint.run, checkpoint.served
-
-
-def _check_flags_of_served(texts: Sequence[str], flags: Sequence[str]) -> None:
-    served = [text for text in texts if is_address(text)]
-    wrong = [name for name, _ in split(flags) if name.startswith(("--sampler.", "--encoders."))]
-    if served and wrong:
-        raise UserError(f"{wrong[0]}: the student at {served[0]} samples with the settings of its server; leave it out")
 
 
 @dataclass(frozen=True)
 class _Parsed:
-    """The parts of a checkpoint's text."""
-
     text: str
     place: Path
     step: str  # a number, best, latest or ""
@@ -156,12 +149,6 @@ class _Parsed:
             key, _, value = setting.partition("=")
             own += [f"--sampler.{key.replace('_', '-')}", *value.split()]
         return cls(text, place, parts["step"], parts["weights"].removeprefix(":"), tuple(own), is_run)
-
-
-def _found(text: str, parsed: _Parsed | None, flags: Sequence[str], of_models: Sequence[str]) -> Checkpoint:
-    if parsed is None:
-        return _served(text, flags, of_models)
-    return _run(parsed, flags) if parsed.is_run else _model(parsed, flags, of_models)
 
 
 def _served(text: str, flags: Sequence[str], settings: Sequence[str]) -> Checkpoint:
@@ -194,7 +181,7 @@ def _best(parsed: _Parsed, run: RunConfig) -> str:
     for folder in folders(parsed.place / "checkpoints"):
         metadata, fault = read(folder)
         if fault is None:
-            metrics[step_of(folder)] = _measured(metadata)
+            metrics[step_of(folder)] = metadata.get("metrics") or {}
     best = Keep(1, 1, run.best_metric, run.best_is).ranked(metrics)
     if not best:
         have = ", ".join(map(str, metrics)) or "no checkpoint"
@@ -203,10 +190,6 @@ def _best(parsed: _Parsed, run: RunConfig) -> str:
             f"{parsed.place} has {have}"
         )
     return str(best[0])
-
-
-def _measured(metadata: Manifest) -> dict[str, float]:
-    return metadata.get("metrics") or {}
 
 
 def _model(parsed: _Parsed, flags: Sequence[str], settings: Sequence[str]) -> Checkpoint:
@@ -223,21 +206,14 @@ def _model(parsed: _Parsed, flags: Sequence[str], settings: Sequence[str]) -> Ch
 
 def _with_names(checkpoints: Sequence[Checkpoint], texts: Sequence[str]) -> tuple[Checkpoint, ...]:
     """Give each checkpoint the name of its folder with step, weights and settings; with the whole path if two agree."""
-    pairs = [*zip(checkpoints, texts, strict=True)]
-    short = [
-        checkpoint.served.name if checkpoint.served else _name(Path(checkpoint.spec).name, text)
-        for checkpoint, text in pairs
-    ]
-    whole = [
-        f"{checkpoint.served.name} at {checkpoint.spec}" if checkpoint.served else _name(checkpoint.spec, text)
-        for checkpoint, text in pairs
-    ]
+    short, whole = [], []
+    for checkpoint, text in zip(checkpoints, texts, strict=True):
+        if checkpoint.served:
+            short.append(checkpoint.served.name)
+            whole.append(f"{checkpoint.served.name} at {checkpoint.spec}")
+        else:
+            own = "" if Path(text).is_dir() else "".join(text.partition(",")[1:])
+            short.append(f"{Path(checkpoint.spec).name}{own}")
+            whole.append(f"{checkpoint.spec}{own}")
     names = [name if short.count(name) == 1 else longer for name, longer in zip(short, whole, strict=True)]
-    return tuple(
-        dataclasses.replace(checkpoint, name=name) for checkpoint, name in zip(checkpoints, names, strict=True)
-    )
-
-
-def _name(spec: str, text: str) -> str:
-    own = "" if Path(text).is_dir() else text.partition(",")[2]
-    return f"{spec},{own}" if own else spec
+    return tuple(dataclasses.replace(one, name=name) for one, name in zip(checkpoints, names, strict=True))

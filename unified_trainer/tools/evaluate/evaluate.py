@@ -1,7 +1,9 @@
 """The command evaluate: it compares checkpoints on the same prompts and noise, and counts votes of people."""
 
+import dataclasses
 import gc
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +11,7 @@ import tyro
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import check_file
+from unified_trainer.basics.plugins import agree_to_scorer
 from unified_trainer.basics.ranges import Count, Fraction, NonNegative, Seed, at_least
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.terminal import say
@@ -17,22 +20,20 @@ from unified_trainer.models.base import Codec, Family
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.device import Device, fitting
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.rewards.base import RewardConfig
+from unified_trainer.rewards.base import RewardConfig, ScorerConfig
 from unified_trainer.rewards.reward import VideoReward
 from unified_trainer.rewards.scorers import check_of_videos, check_prompts, check_reward, load_scorers, scorer_kind
 from unified_trainer.run.registry import family_of
+from unified_trainer.run.settings.command_line import read_reward
 from unified_trainer.run.settings.flags import split
 from unified_trainer.run.settings.settings import RunFlags
 from unified_trainer.run.validation.real_clips import check_real, video_features
 from unified_trainer.tools.evaluate import files, pages, vote_count
 from unified_trainer.tools.evaluate.checkpoints import TINY, Checkpoint, read_checkpoints
-from unified_trainer.tools.evaluate.measures import BootstrapConfig, summarise
+from unified_trainer.tools.evaluate.measures import BootstrapConfig, print_summary, summarise
 from unified_trainer.tools.evaluate.plan import NOISE_STEP, Plan
-from unified_trainer.tools.evaluate.samples import Measured, OwnVideos, folder_of, measure, read_measured
-from unified_trainer.tools.evaluate.scorers import common_reward
-from unified_trainer.tools.evaluate.served import ServedVideos
-from unified_trainer.tools.evaluate.table import print_summary
-from unified_trainer.tools.load_run import LoadedRole
+from unified_trainer.tools.evaluate.samples import Measured, folder_of, measure, own_videos, read_measured
+from unified_trainer.tools.evaluate.served import served_videos
 from unified_trainer.tools.progress import ItemProgress
 from unified_trainer.tools.report.page import MEGABYTE, VIDEO_MEGABYTES
 from unified_trainer.tools.sample.sample import check_images, of_prompts, read_lines
@@ -98,7 +99,6 @@ def evaluate(
         vote_seed: Seed of the order of videos in votes.html.
         votes: Files of votes that votes.html saved: count them instead, for the evaluation in the output folder.
         recipe: Recipe with sampler and video size of model folders; by default they have those of the first run.
-        device: Device to run on.
         settings: Flags with a dot and their values, one word each.
     """
     if votes:
@@ -107,9 +107,11 @@ def evaluate(
     if any(name.startswith("--reward.") for name, _ in split(settings)) and reward is not None:
         raise UserError("--reward FILE has all settings of the reward: leave the flags --reward.... out")
     chosen = read_checkpoints(checkpoints, settings, recipe, needs_reward=reward is None)
+    if not seeds or len({*seeds}) < len(seeds):
+        raise UserError(f"--seeds {' '.join(map(str, seeds))}: name one or more seeds, each once")
     lines = _distinct(prompts, images=any(checkpoint.images[1] for checkpoint in chosen))
     written = samples if prompt_names else min(num_videos, samples)
-    plan = Plan(lines, samples, _seeds(seeds), batch, written, frechet_stride, i3d, real_clips, prompt_names)
+    plan = Plan(lines, samples, seeds, batch, written, frechet_stride, i3d, real_clips, prompt_names)
     rewards = common_reward(chosen, reward, held_out)
     _check(chosen, plan, rewards)
     reference = _reference(chosen, checkpoints, frechet_to, plan, rewards)
@@ -139,12 +141,6 @@ def _distinct(prompts: Sequence[str], *, images: bool) -> tuple[str, ...]:
     return tuple(request.prompt for request in distinct)
 
 
-def _seeds(seeds: Sequence[int]) -> tuple[int, ...]:
-    if not seeds or len({*seeds}) < len(seeds):
-        raise UserError(f"--seeds {' '.join(map(str, seeds))}: name one or more seeds, each once")
-    return tuple(seeds)
-
-
 def _check(chosen: Sequence[Checkpoint], plan: Plan, rewards: RewardConfig) -> None:
     """Raise UserError for what cannot be compared or scored; no weight is read."""
     if len(plan.seeds) > 1 and plan.size > NOISE_STEP:
@@ -154,27 +150,24 @@ def _check(chosen: Sequence[Checkpoint], plan: Plan, rewards: RewardConfig) -> N
         )
     if plan.prompt_names:
         of_prompts([line for line in Request.of(plan.prompts) for _ in range(plan.samples)], plan.samples)
-    shapes = [
-        (checkpoint.check(), checkpoint.run.video.frames, checkpoint.run.video.height, checkpoint.run.video.width)
-        for checkpoint in chosen
-    ]
+    videos = [checkpoint.run.video for checkpoint in chosen]
+    shapes = [(one.check(), video.frames, video.height, video.width) for one, video in zip(chosen, videos, strict=True)]
     for checkpoint in chosen:
         way_out = "give a table of prompts with a column image" if checkpoint.images[0] else "evaluate it without them"
         check_images(checkpoint.name, checkpoint.images, Request.of(plan.prompts), way_out)
-    for checkpoint, shape in zip(chosen, shapes, strict=True):
+    for checkpoint, shape, video in zip(chosen, shapes, videos, strict=True):
         if shape != shapes[0]:
             sizes = [f"{frames} x {height} x {width}" for _, frames, height, width in (shapes[0], shape)]
             raise UserError(
                 f"{checkpoint.name} makes videos of {sizes[1]} (frames, height, width) and latents {shape[0]}, "
                 f"{chosen[0].name} of {sizes[0]} and {shapes[0][0]}: the noise of both cannot be the same"
             )
-        rates = [other.run.video.fps for other in (chosen[0], checkpoint)]
-        if (checkpoint.served or chosen[0].served) and rates[0] != rates[1]:
+        if (checkpoint.served or chosen[0].served) and video.fps != videos[0].fps:
             raise UserError(
-                f"{checkpoint.name} makes videos of {rates[1]:g} frames per second and {chosen[0].name} of "
-                f"{rates[0]:g}: serve a run with the same video.fps"
+                f"{checkpoint.name} makes videos of {video.fps:g} frames per second and {chosen[0].name} of "
+                f"{videos[0].fps:g}: serve a run with the same video.fps"
             )
-    check_reward(rewards, chosen[0].run.video.frames)
+    check_reward(rewards, videos[0].frames)
     check_of_videos(rewards)
     for note in check_prompts(rewards, (plan.prompts, lambda number: f"--prompts: prompt {number + 1}")):
         say(note)
@@ -217,21 +210,28 @@ def _measured(
     scorers, of_images = load_scorers(rewards, mesh.device) if missing else ({}, None)
     i3d, video = plan.i3d if missing else "", chosen[0].run.video
     features = video_features(of_images, plan.frechet_stride, i3d, "--i3d", video, plan.batch, mesh.device)
-    codecs = _Codecs(mesh)
-    with ItemProgress("batches", len(missing) * len(list(plan.parts()))) as progress:
+    last: dict[tuple[Path, EncoderConfig], Codec] = {}
 
-        def measured(checkpoint: Checkpoint, place: Path) -> Measured:
-            scored = VideoReward(scorers, rewards)
-            if checkpoint.served is not None:
-                served = ServedVideos(checkpoint.served, mesh.device)
-                return measure(
-                    place, checkpoint, served, codecs.of_tiny_world, plan, scored, features, progress.advance
-                )
+    def codec_of(family: Family, base: Path, encoders: EncoderConfig) -> Codec:
+        """Return a codec; the last one is kept, because checkpoints of one base share its encoded prompts."""
+        if (base, encoders) not in last:
+            last.clear()  # one at a time in memory
+            last[base, encoders] = family.codec(base, mesh.device, encoders)
+        return last[base, encoders]
+
+    def measured(checkpoint: Checkpoint, place: Path) -> Measured:
+        seconds: list[float] = []
+        if checkpoint.served is not None:
+            videos = served_videos(checkpoint.served, plan, seconds, mesh.device)
+            codec = partial(codec_of, *family_of("student", TINY), EncoderConfig())
+        else:
             loaded = checkpoint.load(mesh)
-            codec = codecs.of(loaded)
-            own = OwnVideos(loaded, codec)
-            return measure(place, checkpoint, own, lambda: codec, plan, scored, features, progress.advance)
+            codec = partial(codec_of, loaded.family, loaded.base, loaded.run.encoders)
+            videos = own_videos(loaded, codec(), plan, seconds)
+        reward, done, device = VideoReward(scorers, rewards), progress.advance, mesh.device.type
+        return measure(place, checkpoint, videos, seconds, codec, plan, reward, features, device, done)
 
+    with ItemProgress("batches", len(missing) * len(list(plan.parts()))) as progress:
         for i in missing:
             progress.note(chosen[i].name)
             rows[i] = measured(chosen[i], places[i])
@@ -239,22 +239,36 @@ def _measured(
     return [row for row in rows if row is not None]
 
 
-class _Codecs:
-    """The codec that was used last: checkpoints of one base share its encoded prompts."""
+def common_reward(checkpoints: Sequence[Checkpoint], file: Path | None, held_out: Sequence[str]) -> RewardConfig:
+    """Return the reward of the file, or of the first checkpoint that has one, and the scorers that are held out.
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh, self._last = mesh, dict[object, Codec]()
-
-    def of(self, loaded: LoadedRole) -> Codec:
-        """Return the codec of a checkpoint."""
-        return self._loaded(loaded.family, loaded.base, loaded.run.encoders)
-
-    def of_tiny_world(self) -> Codec:
-        """Return the codec of the embedded model."""
-        return self._loaded(*family_of("student", TINY), EncoderConfig())
-
-    def _loaded(self, family: Family, base: Path, encoders: EncoderConfig) -> Codec:
-        if (base, encoders) not in self._last:
-            self._last = {}  # one at a time in memory
-            self._last = {(base, encoders): family.codec(base, self._mesh.device, encoders)}
-        return self._last[base, encoders]
+    Scorers that only other checkpoints have are held out too. Raise UserError if two of one name differ in more than
+    their weight, or for a scorer of `held_out` that is the reward's only one.
+    """
+    if file is not None:
+        reward = read_reward(file)
+    else:
+        configs = [checkpoint.run.reward for checkpoint in checkpoints]
+        reward = next((checkpoint for checkpoint in configs if checkpoint.named()), configs[0])
+        for checkpoint in checkpoints:
+            for name, part in checkpoint.run.reward.named().items():
+                have, held = reward.named().get(name), dataclasses.replace(part, weight=0.0)
+                if have is None:
+                    reward = dataclasses.replace(reward, scorers=reward.scorers | {name: held})
+                elif dataclasses.replace(have, weight=0.0) != held:
+                    raise UserError(
+                        f"{checkpoint.name} has other settings of the scorer {name} than a checkpoint before it: give "
+                        "those of all with --reward FILE, a YAML file with a section reward"
+                    )
+    for kind in held_out:
+        name = kind.rpartition(":")[2]
+        agree_to_scorer(kind, f"reward.scorers.{name}.kind")
+        if name == reward.first:
+            raise UserError(f"--held-out {kind}: it is the first scorer of the reward, reward.kind; leave it out")
+        part = reward.scorers.get(name) or ScorerConfig(kind=kind)
+        if name not in reward.scorers and scorer_kind(part, f"--held-out {kind}", reward.timeout).min_frames > 1:
+            part = dataclasses.replace(part, frames="all")  # one frame is too few for it
+        part = dataclasses.replace(part, kind=part.kind or kind, weight=0.0)
+        reward = dataclasses.replace(reward, scorers=reward.scorers | {name: part})
+    reward.check()
+    return reward

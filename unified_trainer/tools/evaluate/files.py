@@ -10,7 +10,7 @@ from typing import Any
 
 from unified_trainer.run.settings.config import plain
 from unified_trainer.tools.evaluate.checkpoints import Checkpoint
-from unified_trainer.tools.evaluate.measures import BootstrapConfig, Summary, as_json
+from unified_trainer.tools.evaluate.measures import BootstrapConfig, Summary
 from unified_trainer.tools.evaluate.plan import Plan
 from unified_trainer.tools.evaluate.samples import Measured
 from unified_trainer.tools.output_folder import begin_output, write_text
@@ -36,12 +36,22 @@ def write(
 ) -> dict[str, Any]:
     """Write evaluation.json, samples.csv, measures.csv and differences.csv; return the first one's content."""
     names = [checkpoint.name for checkpoint in checkpoints]
+    measures = {
+        measure: dict(zip(names, map(asdict, values), strict=True)) for measure, values in summary.measures.items()
+    }
+    differences = [asdict(one) | {"left": names[one.left], "right": names[one.right]} for one in summary.differences]
     about = HEAD | {"checkpoints": [_about(*pair) for pair in zip(checkpoints, rows, strict=True)]}
-    about |= {"plan": asdict(plan), "bootstrap": asdict(config), "frechet_to": frechet_to} | as_json(summary, names)
+    about |= {"plan": asdict(plan), "bootstrap": asdict(config), "frechet_to": frechet_to}
+    about |= {"measures": measures, "differences": differences}
     write_text(output / ABOUT, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
     write_text(output / "samples.csv", _table(_samples(output, names, rows, plan)))
-    write_text(output / "measures.csv", _table(_measures(summary, names)))
-    write_text(output / "differences.csv", _table(_differences(summary, names)))
+    by_checkpoint = [
+        {"measure": measure, "checkpoint": name} | one for measure, row in measures.items() for name, one in row.items()
+    ]
+    columns = ("measure", "checkpoint", "mean", "low", "high", "std_over_seeds")
+    write_text(output / "measures.csv", _table(_with_ends(by_checkpoint), columns))
+    columns = ("measure", "left", "right", "difference", "low", "high")
+    write_text(output / "differences.csv", _table(_with_ends(differences), columns))
     return about
 
 
@@ -68,39 +78,15 @@ def _samples(output: Path, names: Sequence[str], rows: Sequence[Measured], plan:
     return found
 
 
-def _measures(summary: Summary, names: Sequence[str]) -> list[dict[str, Any]]:
-    return [
-        {"measure": measure, "checkpoint": name, "mean": measured.mean}
-        | _ends(measured.interval)
-        | {"std_over_seeds": measured.std_over_seeds}
-        for measure, values in summary.measures.items()
-        for name, measured in zip(names, values, strict=True)
-    ]
+def _with_ends(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row | dict(zip(("low", "high"), row["interval"] or (None, None), strict=True)) for row in rows]
 
 
-def _differences(summary: Summary, names: Sequence[str]) -> list[dict[str, Any]]:
-    return [
-        {
-            "measure": difference.measure,
-            "left": names[difference.left],
-            "right": names[difference.right],
-            "difference": difference.difference,
-        }
-        | _ends(difference.interval)
-        for difference in summary.differences
-    ]
-
-
-def _ends(interval: tuple[float, float] | None) -> dict[str, float | None]:
-    low, high = interval or (None, None)
-    return {"low": low, "high": high}
-
-
-def _table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return rows of the same keys as CSV; None is an empty cell."""
+def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str] = ()) -> str:
+    """Return these columns of rows, by default all, as CSV; None is an empty cell."""
     text = io.StringIO()
     if rows:
-        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        writer = csv.DictWriter(text, columns or list(rows[0]), extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     return text.getvalue()

@@ -1,13 +1,16 @@
-"""The measures of the checkpoints of an evaluation: means, spread over seeds, intervals, and differences."""
+"""The measures of the checkpoints of an evaluation: means, spread over seeds, intervals, differences; their table."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from jaxtyping import Float
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from unified_trainer.basics.ranges import Count, Decay, Seed
+from unified_trainer.basics.terminal import printable, show
 from unified_trainer.numerics.bootstrap import Statistic, bootstrap_interval
 from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.run.validation.distances import FRECHET, FVD
@@ -18,16 +21,15 @@ Interval = tuple[float, float] | None  # None where there is none: of one prompt
 DIVERSITY, SPEED, CALLS = "pixels/diversity", "samples_per_second", "network_calls"
 SHARE = "accuracy"  # first word of the measures that are shares of samples
 BETTER = {"reward": 1, SHARE: 1, FRECHET: -1, FVD: -1, SPEED: 1, CALLS: -1}  # sign of an improvement, by first word
+WIDTH = 200  # columns where the output is no terminal
+STYLES = {1: "green", 0: "bold", -1: "red"}
 
 
 @dataclass(frozen=True)
 class BootstrapConfig:
-    resamples: Count = 10_000
-    """Resamples of the prompts."""
-    seed: Seed = 0
-    """Seed of the resampling."""
-    confidence: Decay = 0.95
-    """Share of repeated evaluations, with other prompts, whose interval holds the true value."""
+    resamples: Count = 10_000  # resamples of the prompts
+    seed: Seed = 0  # seed of the resampling
+    confidence: Decay = 0.95  # share of repeated evaluations, with other prompts, whose interval holds the true value
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,8 @@ def summarise(
         values = [table[name] for table in tables]
         measures[name] = [_measure(name, one, config) for one in values]
         differences += _differences(name, measures[name], values, config)
-    plainly = _frechet(rows, plan, others) | _speed(rows)
-    for name, by_seed in plainly.items():
-        measures[name] = [_of_seeds(values) for values in by_seed]
+    for name, by_seed in (_frechet(rows, plan, others) | _speed(rows)).items():
+        measures[name] = [Measure(sum(own) / len(own), None, own, _std(own)) for own in by_seed]
         differences += _differences(name, measures[name], None, config)
     return Summary(measures, differences)
 
@@ -105,16 +106,6 @@ def beside_zero(interval: Interval) -> bool:
 def verdict(measure: str, difference: float) -> int:
     """Return 1 for a change to the better, -1 to the worse, 0 where the measure has no better and worse."""
     return sign_of(measure) if difference > 0 else -sign_of(measure)
-
-
-def as_json(summary: Summary, names: Sequence[str]) -> dict[str, object]:
-    """Return the summary as plain data, with the names of the checkpoints."""
-    measures = {
-        name: {checkpoint: asdict(value) for checkpoint, value in zip(names, values, strict=True)}
-        for name, values in summary.measures.items()
-    }
-    rows = [asdict(value) | {"left": names[value.left], "right": names[value.right]} for value in summary.differences]
-    return {"measures": measures, "differences": rows}
 
 
 def _tables(measured: Measured, plan: Plan) -> dict[str, _Values]:
@@ -144,10 +135,6 @@ def _measure(name: str, values: _Values, config: BootstrapConfig) -> Measure:
     return Measure(float(values.of(means.mean())), interval, by_seed, _std(by_seed))
 
 
-def _of_seeds(by_seed: list[float]) -> Measure:
-    return Measure(sum(by_seed) / len(by_seed), None, by_seed, _std(by_seed))
-
-
 def _std(values: list[float]) -> float | None:
     return float(torch.tensor(values, dtype=torch.float64).std()) if len(values) > 1 else None
 
@@ -155,6 +142,7 @@ def _std(values: list[float]) -> float | None:
 def _differences(
     name: str, measured: Sequence[Measure], values: Sequence[_Values] | None, config: BootstrapConfig
 ) -> list[Difference]:
+    """Return the differences of every two checkpoints; prompts, with all samples and seeds, are resampled for both."""
     differences = []
     for right in range(len(measured)):
         for left in range(right):
@@ -164,15 +152,12 @@ def _differences(
 
 
 def _paired(left: _Values, right: _Values, config: BootstrapConfig) -> Interval:
-    """Resample prompts, with all their samples and seeds, for both checkpoints together."""
     columns = torch.stack([left.table.mean(1), right.table.mean(1)], 1)
     return _interval(columns, lambda means: right.of(means[:, 1]) - left.of(means[:, 0]), config)
 
 
 def _interval(columns: Tensor, statistic: Statistic, config: BootstrapConfig) -> Interval:
-    if len(columns) < 2:
-        return None
-    return bootstrap_interval(columns, statistic, **asdict(config))
+    return None if len(columns) < 2 else bootstrap_interval(columns, statistic, **asdict(config))
 
 
 def _frechet(
@@ -202,3 +187,26 @@ def _speed(rows: Sequence[Measured]) -> dict[str, list[list[float]]]:
     calls = {CALLS: [[float(row.calls)] for row in rows]}
     batches = [torch.tensor(row.seconds[1:], dtype=torch.float64) for row in rows]
     return {SPEED: [[1 / float(seconds.median())] for seconds in batches], **calls} if all(map(len, batches)) else calls
+
+
+def print_summary(summary: Summary, names: Sequence[str]) -> None:
+    """Print every measure of every checkpoint, and the differences to the first one with their intervals."""
+    table = Table("measure", *names)
+    for name, values in summary.measures.items():
+        against = {
+            measure.right: measure for measure in summary.differences if measure.measure == name and measure.left == 0
+        }
+        table.add_row(name, *(_cell(measure, against.get(i)) for i, measure in enumerate(values)))
+    show(table, width=WIDTH)
+
+
+def _cell(measure: Measure, difference: Difference | None) -> Text:
+    """Return the mean with its spread over seeds, and below it the difference; in color if the interval is beside 0."""
+    spread = "" if measure.std_over_seeds is None else f" ± {measure.std_over_seeds:.2g}"
+    text = Text(printable(f"{measure.mean:.4g}{spread}"))
+    if difference is None:
+        return text
+    style = STYLES[verdict(difference.measure, difference.difference)] if beside_zero(difference.interval) else "dim"
+    ends = "" if difference.interval is None else " [{:+.3g}, {:+.3g}]".format(*difference.interval)
+    text.append(f"\n{difference.difference:+.3g}{ends}", style)
+    return text

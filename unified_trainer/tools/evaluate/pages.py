@@ -17,8 +17,8 @@ from unified_trainer.tools.evaluate.measures import beside_zero, sign_of, verdic
 from unified_trainer.tools.evaluate.samples import Measured
 from unified_trainer.tools.output_folder import write_text
 from unified_trainer.tools.report.page import BASE64
+from unified_trainer.tools.report.sample_videos import data_uri
 from unified_trainer.tools.report.templates import INLINE, filled, inside, own_file
-from unified_trainer.tools.report.videos import data_uri
 
 QUESTION = "Which video is better?"
 SIGNS = {1: "higher is better", 0: "", -1: "lower is better"}
@@ -48,12 +48,7 @@ class Embedded:
 
 
 def write(
-    output: Path,
-    about: Mapping[str, Any],
-    measured: Sequence[Measured],
-    prompts: Sequence[str],
-    limit: int,
-    seed: int,
+    output: Path, about: Mapping[str, Any], measured: Sequence[Measured], prompts: Sequence[str], limit: int, seed: int
 ) -> str:
     """Write evaluation.html, and votes.html where there are videos of several checkpoints; return what in words.
 
@@ -142,7 +137,6 @@ def _jpeg(picture: Picture) -> str:
 def _evaluation_page(
     about: Mapping[str, Any], rows: Sequence[Row], images: Sequence[str], limit: int
 ) -> tuple[str, int]:
-    """Return the page to look at, and the number of its videos."""
     names = [one["name"] for one in about["checkpoints"]]
     embedded, shown = Embedded(limit), []
     for row in rows:

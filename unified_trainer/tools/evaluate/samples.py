@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -22,7 +22,6 @@ from unified_trainer.basics.errors import writing
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.requests import Request, identity_of
 from unified_trainer.basics.types import Video
-from unified_trainer.data.clips import VideoConfig
 from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, check_attributes, is_tiny_world, real_clip, render
 from unified_trainer.data.video_files import file_name, to_uint8, write_clip
 from unified_trainer.models.base import Codec
@@ -80,73 +79,68 @@ def read_measured(folder: Path) -> Measured | None:
     return Measured(folder, held["rows"], held["seconds"], held["calls"], tensors)
 
 
-class Videos(Protocol):
-    """Where the videos of a checkpoint come from: a model in this process, or a server."""
+def own_videos(loaded: LoadedRole, codec: Codec, plan: Plan, seconds: list[float]) -> Iterator[Video]:
+    """Yield the videos of each part, by a model in this process; the latents are those of rollout with this batch.
 
-    @property
-    def latent_shape(self) -> tuple[int, int, int, int]: ...
-
-    @property
-    def device(self) -> torch.device: ...  # where the videos are, and where they are scored
-
-    @property
-    def seconds(self) -> list[float]: ...  # of generating one sample, for each batch that was measured
-
-    def videos(self, plan: Plan) -> Iterator[Video]: ...  # of each part of the plan, in order
-
-
-class OwnVideos:
-    """The videos of a model in this process."""
-
-    def __init__(self, loaded: LoadedRole, codec: Codec) -> None:
-        video = loaded.run.video
-        self.latent_shape = codec.latent_shape(video.frames, video.height, video.width)
-        self.device, self.seconds = loaded.role.device, list[float]()
-        self._loaded, self._codec = loaded, codec
-
-    def videos(self, plan: Plan) -> Iterator[Video]:
-        """Yield the videos of each part; the latents are those of rollout with --seed s NOISE_STEP and this batch."""
-        for seed, numbers in plan.parts():
-            requests = Request.of(plan.prompts_of(numbers))
-            began, noise = time.perf_counter(), [noise_number(seed, i) for i in numbers]
-            latents = draw_latents(self._loaded, self._codec, requests, noise).float().cpu()
-            self.seconds.append((time.perf_counter() - began) / len(numbers))
-            yield self._codec.decode(latents.to(self.device))
+    `seconds` gets the time of generating one sample, for each batch.
+    """
+    for seed, numbers in plan.parts():
+        requests = Request.of(plan.prompts_of(numbers))
+        began, noise = time.perf_counter(), [noise_number(seed, i) for i in numbers]
+        latents = draw_latents(loaded, codec, requests, noise).float().cpu()
+        seconds.append((time.perf_counter() - began) / len(numbers))
+        yield codec.decode(latents.to(loaded.role.device))
 
 
 @torch.no_grad()
 def measure(
     folder: Path,
     checkpoint: Checkpoint,
-    source: Videos,
+    videos: Iterator[Video],
+    seconds: list[float],
     codec: Callable[[], Codec],
     plan: Plan,
     reward: VideoReward,
     features: Mapping[str, VideoFeatures],
+    device: str,
     done: Callable[[], None],
 ) -> Measured:
     """Generate, score and write the samples of a checkpoint; `done` is called after each batch.
 
-    `features` are what Frechet distances compare, by the name of the distance. `codec` is asked for only where real
-    clips of the tiny world are measured too.
+    `videos` are those of each part of the plan, which fill `seconds`. `features` are what Frechet distances compare, by
+    the name of the distance. `codec` is asked for only where real clips of the tiny world are measured too.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+
+    def tensors_of(video: Video, prompts: list[str], seed: int, numbers: list[int]) -> dict[str, Tensor]:
+        """Return thumbnails, and features of the videos and of real clips where there are some."""
+        columns, real = {"thumbnails": thumbnail(video)}, None
+        if features and plan.real_clips:
+            real = read_real(plan.real_clips, "--real-clips", checkpoint.run.video, numbers).to(video.device)
+        elif features and is_tiny_world(video.shape[2:], plan.prompts):
+            clips = render([real_clip(prompt, seed, i) for prompt, i in zip(prompts, numbers, strict=True)])
+            real = codec().decode(codec().encode(clips.to(video.device)))
+        columns |= {f"{FEATURES}{name}": of(video) for name, of in features.items()}
+        return columns if real is None else columns | {f"{REAL}{name}": of(real) for name, of in features.items()}
+
     rows: list[dict[str, Any]] = []
     tensors: dict[str, list[Tensor]] = {}
-    for (seed, numbers), video in zip(plan.parts(), source.videos(plan), strict=True):
+    for (seed, numbers), video in zip(plan.parts(), videos, strict=True):
         prompts = plan.prompts_of(numbers)
-        new = [_place(plan, seed, i) for i in numbers]
-        for row, columns in zip(new, _scores(video, prompts, plan, reward), strict=True):
-            row |= columns
+        new = []
+        for number, columns in zip(numbers, _scores(video, prompts, plan, reward), strict=True):
+            prompt, sample = divmod(number, plan.samples)
+            noise = noise_number(seed, number)
+            new.append({"seed": seed, "prompt": prompt, "sample": sample, "noise": noise} | columns)
         _write_videos(folder, video, new, plan, checkpoint.run.video.fps)
         rows += new
-        for name, value in _tensors(video, prompts, seed, numbers, plan, checkpoint.run.video, codec, features).items():
+        for name, value in tensors_of(video, prompts, seed, numbers).items():
             tensors.setdefault(name, []).append(value.float().cpu())
         done()
     joined = {name: torch.cat(parts).contiguous() for name, parts in tensors.items()}
-    calls, seconds = network_calls(checkpoint.run.sampler, source.latent_shape[1]), source.seconds
-    key = _key(checkpoint, plan, reward.config, source.device.type)
+    calls = network_calls(checkpoint.run.sampler, checkpoint.check()[1])
+    key = _key(checkpoint, plan, reward.config, device)
     with writing(folder):
         write_tensors(folder / TENSORS, joined)
     held = {"key": key, "calls": calls, "seconds": seconds, "rows": rows}
@@ -165,7 +159,7 @@ def network_calls(sampler: SamplerConfig, latent_frames: int) -> int:
 
 def _key(checkpoint: Checkpoint, plan: Plan, reward: RewardConfig, device: str) -> dict[str, Any]:
     """Return all that the samples and their scores depend on."""
-    run = plain(checkpoint.run)
+    run, encoders = plain(checkpoint.run), checkpoint.run.encoders.on(device)
     scoring = {key: value for key, value in asdict(reward).items() if key not in ("retries", "timeout")}
     about = {"version": VERSION, "spec": checkpoint.spec, "weights": checkpoint.digest, "device": device}
     about |= {name: run[name] for name in ("sampler", "video")} | {"reward": scoring}
@@ -173,16 +167,10 @@ def _key(checkpoint: Checkpoint, plan: Plan, reward: RewardConfig, device: str) 
         about |= {"served_by": served.about["device"], "encoding": served.asking.encoding}
     else:
         about |= {"base": run["student"]["path"], "precision": run["student"]["precision"]}
-        encoders = checkpoint.run.encoders.on(device)
         about |= {name: getattr(encoders, name) for name in ("text_precision", "vae_precision")}
     images = [[image.sha256 for image in identity_of(prompt)[1]] for prompt in plan.prompts]
     about |= {"images": images} if any(images) else {}
     return json.loads(json.dumps(about | asdict(plan)))
-
-
-def _place(plan: Plan, seed: int, number: int) -> dict[str, Any]:
-    prompt, sample = divmod(number, plan.samples)
-    return {"seed": seed, "prompt": prompt, "sample": sample, "noise": noise_number(seed, number)}
 
 
 def _scores(video: Video, prompts: list[str], plan: Plan, reward: VideoReward) -> list[dict[str, Any]]:
@@ -199,31 +187,6 @@ def _scores(video: Video, prompts: list[str], plan: Plan, reward: VideoReward) -
         named = {"accuracy" if name == "all" else f"accuracy/{name}": right for name, right in hits.items()}
         columns |= {name: right.double().tolist() for name, right in named.items()}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def _tensors(
-    video: Video,
-    prompts: list[str],
-    seed: int,
-    numbers: list[int],
-    plan: Plan,
-    size: VideoConfig,
-    codec: Callable[[], Codec],
-    features: Mapping[str, VideoFeatures],
-) -> dict[str, Tensor]:
-    """Return thumbnails, and features of the videos and of real clips where there are some."""
-    tensors = {"thumbnails": thumbnail(video)}
-    tensors |= {f"{FEATURES}{name}": of(video) for name, of in features.items()}
-    real = None
-    if features and plan.real_clips:
-        real = read_real(plan.real_clips, "--real-clips", size, numbers).to(video.device)
-    elif features and is_tiny_world(video.shape[2:], plan.prompts):
-        clips = render([real_clip(prompt, seed, i) for prompt, i in zip(prompts, numbers, strict=True)])
-        vae = codec()
-        real = vae.decode(vae.encode(clips.to(video.device)))
-    if real is not None:
-        tensors |= {f"{REAL}{name}": of(real) for name, of in features.items()}
-    return tensors
 
 
 def _write_videos(folder: Path, video: Video, rows: Sequence[dict[str, Any]], plan: Plan, fps: float) -> None:

@@ -75,13 +75,14 @@ class ServedStudent:
         unasked = cls(url.rstrip("/"), asking, {})
         return replace(unasked, about=unasked.health())
 
+    @property
     def client(self) -> RemoteStudent:
         return RemoteStudent(self.url, self.asking.encoding, self.asking.timeout, self.asking.token_variable)
 
     def health(self) -> dict[str, Any]:
         """Return what the server says of itself; UserError without an answer, or with one that lacks something."""
         try:
-            about = self.client().exchange("health")
+            about = self.client.exchange("health")
         except OSError as fault:
             raise UserError(f"{fault}; start the server first: python -m unified_trainer serve RUN") from fault
         protocol = about.get("protocol") if isinstance(about, dict) else None
@@ -114,55 +115,41 @@ class ServedStudent:
         return channels, frames, height, width
 
 
-class ServedVideos:
-    """The videos of an evaluation's plan by a served student."""
+def served_videos(student: ServedStudent, plan: Plan, seconds: list[float], device: torch.device) -> Iterator[Video]:
+    """Yield the videos of each part, in order, on `device`; UserError that names the server if it fails or has changed.
 
-    def __init__(self, student: ServedStudent, device: torch.device) -> None:
-        """Videos are moved to `device`, where they are scored."""
-        self.latent_shape, self.device = student.latent_shape, device
-        self.seconds: list[float] = []  # of a sample, over all of them: decoding, transport and waiting are in it
-        self._student = student
+    `seconds` gets the time of one sample, over all of them: decoding, transport and waiting are in it.
+    """
 
-    def videos(self, plan: Plan) -> Iterator[Video]:
-        """Yield the videos of each part, in order; UserError that names the server if it fails or has changed."""
-        begun = ended = time.perf_counter()
-        parts, sent, taken = plan.parts(), deque[Future[tuple[Video, float]]](), 0
-        pool = ThreadPoolExecutor(self._student.asking.in_flight, thread_name_prefix="request")
-        try:
-            sent.extend(
-                pool.submit(self._request, plan, *part) for part in islice(parts, self._student.asking.in_flight)
-            )
-            while sent:
-                video, end = self._answer(sent.popleft(), taken, plan)
-                sent.extend(pool.submit(self._request, plan, *part) for part in islice(parts, 1))
-                ended, taken = max(ended, end), taken + len(video)
-                yield video.to(self.device)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-        self.seconds.append((ended - begun) / taken)
-        if (now := self._student.health()) != self._student.about:
-            raise UserError(
-                f"{self._student.url} is another student than when the evaluation began: {now['name']} with weights "
-                f"{now['weights']}, before {self._student.name} with {self._student.about['weights']}; call again"
-            )
-
-    def _request(self, plan: Plan, seed: int, numbers: list[int]) -> tuple[Video, float]:
+    def request(seed: int, numbers: list[int]) -> tuple[Video, float]:
         first = noise_number(seed, numbers[0])  # the numbers of a part follow each other
-        video = self._student.client().sample(plan.prompts_of(numbers), seed=first, batch=len(numbers))
+        video = student.client.sample(plan.prompts_of(numbers), seed=first, batch=len(numbers))
         return video, time.perf_counter()
 
-    def _answer(self, sent: Future[tuple[Video, float]], taken: int, plan: Plan) -> tuple[Video, float]:
-        student, asked = self._student, plan.size * len(plan.seeds)
-        try:
-            video, ended = sent.result()
-        except OSError as fault:
-            raise UserError(
-                f"{fault}. {taken} of {asked} videos of {student.name} had come; finished checkpoints of this "
-                "evaluation are kept: start the server again and repeat the command"
-            ) from fault
-        size = tuple(student.about[key] for key in SIZE[:3])
-        if video.shape[2:] != size:
-            raise UserError(
-                f"{student.url} gave videos of {list(video.shape[2:])}, but says that it makes {list(size)}"
-            )
-        return video, ended
+    begun = ended = time.perf_counter()
+    size = [student.about[key] for key in SIZE[:3]]
+    parts, sent, taken = plan.parts(), deque[Future[tuple[Video, float]]](), 0
+    pool = ThreadPoolExecutor(student.asking.in_flight, thread_name_prefix="request")
+    try:
+        sent.extend(pool.submit(request, *part) for part in islice(parts, student.asking.in_flight))
+        while sent:
+            try:
+                video, end = sent.popleft().result()
+            except OSError as fault:
+                raise UserError(
+                    f"{fault}. {taken} of {plan.size * len(plan.seeds)} videos of {student.name} had come; finished "
+                    "checkpoints of this evaluation are kept: start the server again and repeat the command"
+                ) from fault
+            if (shape := list(video.shape[2:])) != size:
+                raise UserError(f"{student.url} gave videos of {shape}, but says that it makes {size}")
+            sent.extend(pool.submit(request, *part) for part in islice(parts, 1))
+            ended, taken = max(ended, end), taken + len(video)
+            yield video.to(device)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    seconds.append((ended - begun) / taken)
+    if (now := student.health()) != student.about:
+        raise UserError(
+            f"{student.url} is another student than when the evaluation began: {now['name']} with weights "
+            f"{now['weights']}, before {student.name} with {student.about['weights']}; call again"
+        )

@@ -6,20 +6,22 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.table import Table
 
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.input_files import read_json, read_text
-from unified_trainer.basics.terminal import printable, say
+from unified_trainer.basics.terminal import printable, say, show
 from unified_trainer.numerics.bootstrap import wilson_interval
 from unified_trainer.tools.evaluate import files
-from unified_trainer.tools.evaluate.table import show
+from unified_trainer.tools.evaluate.measures import WIDTH
 from unified_trainer.tools.output_folder import write_text
 
 COLUMNS = ("key", "voter", "pair", "vote")
 VALUES = {"left": 0.0, "right": 1.0, "tie": 0.5}  # of the video on the right
+Votes = dict[tuple[str, str, int], tuple[dict[str, Any], str]]  # ballot and vote by key, voter and number of the pair
 
 
 @dataclass(frozen=True)
@@ -44,36 +46,29 @@ def count(output: Path, votes: Sequence[Path], confidence: float) -> list[Prefer
     """
     if not (output / files.ABOUT).is_file():
         raise MissingFileError(f"{output / files.ABOUT} is missing: name the folder of the evaluation with --output")
-    given: dict[tuple[str, str, int], tuple[dict[str, Any], str]] = {}
+    given: Votes = {}
     for file in votes:
-        for key, voter, pair, vote, ballot in _read(file, output):
-            given[key, voter, pair] = (ballot, vote)
-    names = [preference["name"] for preference in read_json(output / files.ABOUT)["checkpoints"]]
+        given |= _read(file, output)
+    names = [checkpoint["name"] for checkpoint in read_json(output / files.ABOUT)["checkpoints"]]
     preferences = _preferences(names, given, confidence)
-    content = {
-        "confidence": confidence,
-        "votes": len(given),
-        "preferences": [asdict(preference) for preference in preferences],
-    }
+    content = {"confidence": confidence, "votes": len(given), "preferences": list(map(asdict, preferences))}
     write_text(output / "votes.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     table = Table("checkpoint", "against", "wins", "losses", "ties", "prompts", "voters", "win rate")
     for preference in preferences:
         rate = f"{preference.win_rate:.3f} [{preference.interval[0]:.3f}, {preference.interval[1]:.3f}]"
         numbers = (preference.wins, preference.losses, preference.ties, preference.prompts, preference.voters)
         table.add_row(printable(preference.second), printable(preference.first), *map(str, numbers), rate)
-    show(table)
+    show(table, width=WIDTH)
     say(f"{output / 'votes.json'}: {len(given)} votes; a tie counts one half, intervals are of {confidence:.0%}")
     return preferences
 
 
-def _read(file: Path, output: Path) -> list[tuple[str, str, int, str, dict[str, Any]]]:
-    """Return key, voter, number of the pair, vote and ballot of every line."""
-    reader = csv.reader(io.StringIO(read_text(file, "--votes"), newline=""))
-    rows = list(reader)
+def _read(file: Path, output: Path) -> Votes:
+    rows = list(csv.reader(io.StringIO(read_text(file, "--votes"), newline="")))
     if not rows or tuple(rows[0]) != COLUMNS:
         raise UserError(f"--votes {file} is no file of votes: its first line must be {','.join(COLUMNS)}")
     ballots: dict[str, list[dict[str, Any]]] = {}
-    votes = []
+    votes: Votes = {}
     for line, row in enumerate(rows[1:], 2):
         place = f"--votes {file}: line {line}"
         if len(row) != len(COLUMNS):
@@ -88,15 +83,12 @@ def _read(file: Path, output: Path) -> list[tuple[str, str, int, str, dict[str, 
             raise UserError(f"{place}: the vote must be left, right or tie, not {vote!r}")
         if not pair.isdecimal() or int(pair) >= len(ballots[key]):
             raise UserError(f"{place}: pair {pair} is none of the {len(ballots[key])} of votes-{key}.json")
-        votes.append((key, voter, int(pair), vote, ballots[key][int(pair)]))
+        votes[key, voter, int(pair)] = (ballots[key][int(pair)], vote)
     return votes
 
 
-def _preferences(
-    names: Sequence[str], given: dict[tuple[str, str, int], tuple[dict[str, Any], str]], confidence: float
-) -> list[Preference]:
-    """Return the votes on every two checkpoints."""
-    # by checkpoints in the order of the evaluation: (prompt, voter, value of the second)
+def _preferences(names: Sequence[str], given: Votes, confidence: float) -> list[Preference]:
+    # By checkpoints in the order of the evaluation: (prompt, voter, value of the second).
     votes: dict[tuple[str, str], list[tuple[str, str, float]]] = {}
     order = {name: i for i, name in enumerate(names)}
     for (_, voter, _), (ballot, vote) in given.items():
@@ -107,13 +99,11 @@ def _preferences(
         votes.setdefault(pair, []).append((ballot["prompt"], voter, value))
     preferences = []
     for (first, second), rows in votes.items():
-        values = [value for _, _, value in rows]
         by_prompt: dict[str, list[float]] = {}
         for prompt, _, value in rows:
             by_prompt.setdefault(prompt, []).append(value)
-        rate = sum(sum(outcomes) / len(outcomes) for outcomes in by_prompt.values()) / len(by_prompt)
-        counts = {"wins": values.count(1.0), "losses": values.count(0.0), "ties": values.count(0.5)}
-        counts |= {"prompts": len(by_prompt), "voters": len({voter for _, voter, _ in rows})}
+        wins, losses, ties = map([value for _, _, value in rows].count, (1.0, 0.0, 0.5))
+        voters, rate = len({voter for _, voter, _ in rows}), fmean(map(fmean, by_prompt.values()))
         interval = wilson_interval(rate, len(by_prompt), confidence)
-        preferences.append(Preference(first, second, **counts, win_rate=rate, interval=interval))
+        preferences.append(Preference(first, second, wins, losses, ties, len(by_prompt), voters, rate, interval))
     return preferences

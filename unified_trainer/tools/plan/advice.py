@@ -1,7 +1,7 @@
 """The settings that lower a run's peak memory most, found by estimating the run with each of them."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -32,11 +32,8 @@ def better_settings(run: RunConfig, ranks: int, peak: float, usable: float) -> t
     A setting that lowers the peak by less than LEAST of it is left out. The second is None if one of them alone fits
     into `usable` bytes, or if there are fewer than two.
     """
-    helpful = []
-    for settings in candidates(run, ranks):
-        lower = _peak(run, settings, ranks)
-        if lower is not None and lower <= (1 - LEAST) * peak:
-            helpful.append((settings, lower))
+    tried = [(settings, _peak(run, settings, ranks)) for settings in candidates(run, ranks)]
+    helpful = [(settings, lower) for settings, lower in tried if lower is not None and lower <= (1 - LEAST) * peak]
     helpful = sorted(helpful, key=lambda pair: pair[1])[:BEST]
     alone = [_better(settings, lower) for settings, lower in helpful]
     if len(helpful) < 2 or alone[0].peak <= usable:
@@ -84,52 +81,38 @@ def _better(settings: Mapping[str, Any], peak: float) -> Better:
     return Better(" ".join(_flag(key, value) for key, value in settings.items()), peak)
 
 
-def candidates(run: RunConfig, ranks: int) -> Iterator[Mapping[str, Any]]:
-    """Yield changes of settings that lower memory and are not taken yet."""
-    trained = {name: config for name, config in run.roles.items() if isinstance(config, TrainableConfig)}
-    if plain := [name for name, role in trained.items() if role.activation_memory == "none"]:
-        yield {f"{name}.activation_memory": "selective" for name in plain}
-    if kept := [name for name, role in trained.items() if role.activation_memory != "full"]:
-        yield {f"{name}.activation_memory": "full" for name in kept}
-    if whole := [name for name, role in trained.items() if not role.adapter.rank]:
-        yield {f"{name}.adapter.rank": RANK for name in whole}
-    if exact := [name for name, role in run.roles.items() if role.precision == "fp32"]:
-        yield {f"{name}.precision": "bf16" for name in exact}
-    if averaged := [name for name, role in trained.items() if role.ema_decay]:
-        yield {f"{name}.ema_decay": 0.0 for name in averaged}
-    if near := [name for name in averaged if trained[name].ema_device == "same"]:
-        yield {f"{name}.ema_device": "cpu" for name in near}
-    if exact := [name for name, role in trained.items() if role.moments == "fp32"]:
-        yield {f"{name}.moments": "bf16" for name in exact}
-    key = run.algorithm.plan().keys[3]
-    parts = [batch for batch in (key, "algorithm.rollout_batch") if _value(run, batch) > 1]
-    if parts:
-        yield dict.fromkeys(parts, 1)
-    fewest = max(2, ranks // run.parallel.sequence)
-    if run.validate_every and run.validation.num_samples > fewest:
-        yield {"validation.num_samples": fewest}
-    if run.video.frames > 1:
-        yield {"video.frames": (run.video.frames - 1) // 8 * 4 + 1}  # half of the latent frames
-    if isinstance(run.algorithm, RolloutConfig) and run.algorithm.trajectories == "device":
-        yield {"algorithm.trajectories": "cpu"}
-    if not run.encoders.offload:
-        yield {"encoders.offload": True}
-    if not run.reward.offload and method_named(run.method).uses_reward:
-        yield {"reward.offload": True}
-    if method_named(run.method).sampled_by and not (run.rollouts.offload or run.rollouts.workers):
-        yield {"rollouts.offload": True}
-    if not run.parallel.offload_optimizer:
-        yield {"parallel.offload_optimizer": True}
-    if ranks > 1 and not run.parallel.offload_weights:
-        yield {"parallel.offload_weights": True, "parallel.offload_optimizer": True}
-    if run.parallel.replicate > 1:
-        yield {"parallel.replicate": 1}
-    if ranks % (2 * run.parallel.sequence) == 0:
-        yield {"parallel.sequence": 2 * run.parallel.sequence}
-
-
-def _value(run: RunConfig, key: str) -> int:
-    return flat(plain(run)).get(key, 1)
+def candidates(run: RunConfig, ranks: int) -> list[Mapping[str, Any]]:
+    """Return changes of settings that lower memory and are not taken yet."""
+    roles, parallel, values = run.roles.items(), run.parallel, flat(plain(run))
+    trained = [(name, config) for name, config in roles if isinstance(config, TrainableConfig)]
+    batches = [key for key in (run.algorithm.plan().keys[3], "algorithm.rollout_batch") if values.get(key, 1) > 1]
+    fewest = max(2, ranks // parallel.sequence)
+    validates_more = run.validate_every and run.validation.num_samples > fewest
+    keeps_states = isinstance(run.algorithm, RolloutConfig) and run.algorithm.trajectories == "device"
+    method, here = method_named(run.method), not (run.rollouts.offload or run.rollouts.workers)
+    changes: list[Mapping[str, Any]] = [
+        {f"{name}.activation_memory": "selective" for name, role in trained if role.activation_memory == "none"},
+        {f"{name}.activation_memory": "full" for name, role in trained if role.activation_memory != "full"},
+        {f"{name}.adapter.rank": RANK for name, role in trained if not role.adapter.rank},
+        {f"{name}.precision": "bf16" for name, role in roles if role.precision == "fp32"},
+        {f"{name}.ema_decay": 0.0 for name, role in trained if role.ema_decay},
+        {f"{name}.ema_device": "cpu" for name, role in trained if role.ema_decay and role.ema_device == "same"},
+        {f"{name}.moments": "bf16" for name, role in trained if role.moments == "fp32"},
+        dict.fromkeys(batches, 1),
+        {"validation.num_samples": fewest} if validates_more else {},
+        {"video.frames": (run.video.frames - 1) // 8 * 4 + 1} if run.video.frames > 1 else {},  # half of the latents'
+        {"algorithm.trajectories": "cpu"} if keeps_states else {},
+        {} if run.encoders.offload else {"encoders.offload": True},
+        {"reward.offload": True} if method.uses_reward and not run.reward.offload else {},
+        {"rollouts.offload": True} if method.sampled_by and here else {},
+        {} if parallel.offload_optimizer else {"parallel.offload_optimizer": True},
+        {"parallel.offload_weights": True, "parallel.offload_optimizer": True}
+        if ranks > 1 and not parallel.offload_weights
+        else {},
+        {"parallel.replicate": 1} if parallel.replicate > 1 else {},
+        {"parallel.sequence": 2 * parallel.sequence} if ranks % (2 * parallel.sequence) == 0 else {},
+    ]
+    return list(filter(None, changes))
 
 
 def _flag(key: str, value: Any) -> str:

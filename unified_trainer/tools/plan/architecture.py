@@ -28,7 +28,6 @@ from unified_trainer.models.blueprint import Blueprint, Config, frozen_config
 from unified_trainer.models.pass_flops import PassCount
 from unified_trainer.run.registry import family_named, family_of
 from unified_trainer.run.settings.config import RunConfig, load_recipe
-from unified_trainer.tools.plan.flops import decode_flops
 from unified_trainer.tools.plan.network_size import NetworkSize, plain_pass, size_of
 
 PUBLISHED = Path(__file__).parents[2] / "assets" / "published.yaml"
@@ -56,34 +55,19 @@ class Architecture:
         return self.family.blueprint(self.folder)
 
     @property
-    def vae_kind(self) -> Any:
-        """The VAEKind that lays out and runs the VAE."""
-        return self.blueprint.vae
-
-    @property
     def kind(self) -> Any:
         """The ModelKind that makes the network's model."""
         return (self.blueprint.flow_map if self.flow_map else None) or self.blueprint.model
 
-    @property
-    def transformer(self) -> Mapping[str, Any]:
-        """The config of the transformer."""
-        return read_json(self.folder / self._networks[0][0] / "config.json")
-
     @cached_property
     def config(self) -> Config:
         """The config of the transformer, as a key of caches."""
-        return frozen_config(self.transformer)
+        return frozen_config(read_json(self.folder / self.networks[0][0] / "config.json"))
 
     @cached_property
     def vae(self) -> Config:
         """The config of the VAE, as a key of caches."""
         return frozen_config(read_json(self.folder / "vae" / "config.json"))
-
-    @property
-    def boundary(self) -> float | None:
-        """The noise level at which two networks meet."""
-        return self._networks[1]
 
     @cached_property
     def size(self) -> NetworkSize:
@@ -94,34 +78,15 @@ class Architecture:
         return plain_pass(self.kind, self.config, shape, self.text_tokens)
 
     @property
-    def heads(self) -> int:
-        """The heads of self-attention that sequence ranks divide; 1 where they cannot."""
-        return self.family.attention_heads(self.folder)
-
-    @property
     def text_tokens(self) -> int:
         """The rows that the tensors of a prompt are padded to."""
-        return max((shape[0] for shape in self.text_shapes.values() if len(shape) > 1), default=1)
-
-    @property
-    def text_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The largest shapes of the tensors of a prompt, by their names."""
-        return self.blueprint.text_shapes
-
-    @cached_property
-    def encode_flops(self) -> float:
-        """The FLOPs of encoding a prompt."""
-        return self.blueprint.encode_flops()
-
-    def decode_flops(self, frames: int, height: int, width: int) -> float:
-        """Return the FLOPs of decoding latents of this size."""
-        return decode_flops(self.vae_kind, self.vae, frames, height, width)
+        return max((shape[0] for shape in self.blueprint.text_shapes.values() if len(shape) > 1), default=1)
 
     @cached_property
     def vae_weights(self) -> int:
         """The number of weights of the VAE, laid out without memory."""
         with torch.device("meta"):
-            network = self.vae_kind.vae_class.from_config(json.loads(self.vae))
+            network = self.blueprint.vae.vae_class.from_config(json.loads(self.vae))
         return sum(p.numel() for p in network.parameters())
 
     def latent_shape(self, frames: int, height: int, width: int) -> Shape:
@@ -129,7 +94,8 @@ class Architecture:
         return self.family.latent_shape(self.folder, frames, height, width)
 
     @cached_property
-    def _networks(self) -> tuple[tuple[str, ...], float | None]:
+    def networks(self) -> tuple[tuple[str, ...], float | None]:
+        """The folders of its networks, and the noise level at which two of them meet."""
         return self.family.networks(self.folder)
 
 
@@ -147,7 +113,13 @@ def architecture_of(role: str, path: str, run: RunConfig) -> Architecture:
             )
         return _published(name, f"published configs of {name}")
     if path:
-        return _of_folder(role, *family_of(role, path))
+        family, folder = family_of(role, path)
+        if family.blueprint is None:
+            raise UserError(
+                f"{role}.path {folder}: memory and FLOPs are computed for families with a blueprint; set that of "
+                f"the family of {family.pipelines[0]} (unified_trainer.models.blueprint.Blueprint)"
+            )
+        return Architecture(f"configs in {folder}", family, folder)
     fits = load_recipe(run.recipe).get("fits", {}) if run.recipe else {}
     for name, parts in published().items():
         known = {**parts["transformer"], "networks": 2 if "transformer_2" in parts else 1}
@@ -159,18 +131,8 @@ def architecture_of(role: str, path: str, run: RunConfig) -> Architecture:
     )
 
 
-def _of_folder(role: str, family: Family, folder: Path, source: str = "") -> Architecture:
-    if family.blueprint is None:
-        raise UserError(
-            f"{role}.path {folder}: memory and FLOPs are computed for families with a blueprint; set that of "
-            f"the family of {family.pipelines[0]} (unified_trainer.models.blueprint.Blueprint)"
-        )
-    return Architecture(source or f"configs in {folder}", family, folder)
-
-
 def _published(name: str, source: str) -> Architecture:
-    folder = published_folder(name)
-    return _of_folder("student", family_named(published()[name]["_class_name"], name), folder, source)
+    return Architecture(source, family_named(published()[name]["_class_name"], name), published_folder(name))
 
 
 @functools.cache

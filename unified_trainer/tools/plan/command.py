@@ -1,25 +1,24 @@
 """The command plan: it says what a run needs, and whether it fits a machine, from its settings alone."""
 
 import json as json_format
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
 
 from unified_trainer.basics.ranges import Positive, PositiveFraction
-from unified_trainer.basics.terminal import console, printable, say
+from unified_trainer.basics.terminal import printable, say, show
 from unified_trainer.run.exit_codes import DOES_NOT_FIT
 from unified_trainer.run.plan.plan import described
 from unified_trainer.run.settings.command_line import parse
-from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.settings.settings import AllRunFlags
 from unified_trainer.tools.plan.advice import Better, better_settings, fitting_blocks
 from unified_trainer.tools.plan.cost import CONVOLUTIONS, LINKS, PRODUCTS, PUBLISHED, TRAFFIC
 from unified_trainer.tools.plan.estimate import Estimate, estimate
-from unified_trainer.tools.plan.hardware import NODE, RESERVE, Hardware, read_hardware
+from unified_trainer.tools.plan.hardware import NODE, RESERVE, Hardware, gib, read_hardware
 from unified_trainer.tools.plan.placement import placement, weights_for_workers
 
-GIB = 2**30
 WIDTH = 140  # columns where the output is no terminal
 
 
@@ -44,7 +43,7 @@ def plan(
         price: Price of a card for an hour, in any currency: the run's cost is then added.
         json: Print JSON instead of tables.
     """
-    machine = read_hardware(hardware)
+    machine = replace(read_hardware(hardware), mfu=mfu)
     if bandwidth is not None:
         machine = replace(machine, bandwidth=bandwidth * 1e12)
     run = parse(settings)
@@ -52,34 +51,23 @@ def plan(
     peak = planned.memory.total(planned.memory.peak)
     fits = peak <= machine.usable
     if not json:
-        _print(planned, machine, mfu, price, fits=fits)
-    alone, together = ([], None) if fits else _advice(run, planned, machine, peak)
+        _print(planned, machine, price, fits=fits)
+    alone, together = ([], None) if fits else better_settings(run, machine.count, peak, machine.usable)
+    if not fits and (blocks := fitting_blocks(planned, machine.usable)) is not None:
+        alone.append(blocks)
     if json:
-        say(
-            json_format.dumps(_plain(planned, machine, mfu, price, fits=fits, alone=alone, together=together), indent=1)
-        )
+        entries = [_entry(better) for better in alone]
+        better = {"better_settings": entries, "better_settings_together": _entry(together) if together else None}
+        say(json_format.dumps(_plain(planned, machine, price, better, fits=fits), indent=1))
     elif not fits:
         _say_better(machine, alone, together)
     return 0 if fits else DOES_NOT_FIT
 
 
-def _advice(run: RunConfig, planned: Estimate, machine: Hardware, peak: float) -> tuple[list[Better], Better | None]:
-    alone, together = better_settings(run, machine.count, peak, machine.usable)
-    blocks = fitting_blocks(planned, machine.usable)
-    return alone if blocks is None else [*alone, blocks], together
-
-
 def _plain(
-    planned: Estimate,
-    machine: Hardware,
-    mfu: float | None,
-    price: float | None,
-    *,
-    fits: bool,
-    alone: list[Better],
-    together: Better | None,
+    planned: Estimate, machine: Hardware, price: float | None, better: dict[str, Any], *, fits: bool
 ) -> dict[str, Any]:
-    memory, hours = planned.memory, planned.hours(machine, mfu)
+    memory, hours, seconds = planned.memory, planned.hours(machine), planned.seconds(machine)
     return {
         "measured": {},
         "computed": {
@@ -89,7 +77,7 @@ def _plain(
             "memory_bytes_of_a_rank": {"always": memory.always, "phases": memory.phases},
             "totals": {phase: memory.total(phase) for phase in memory.phases},
             "peak_phase": memory.peak,
-            "calls_of_a_rank_and_step": {name: dict(row) for name, row in planned.calls.items()},
+            "calls_of_a_rank_and_step": {name: dict(row) for name, row in planned.counts.calls().items()},
             "tokens_of_a_step": planned.tokens,
             "model_flops_of_a_step": planned.model_flops,
             "executed_flops_of_a_step": planned.executed_flops,
@@ -97,20 +85,19 @@ def _plain(
             "checkpoint_bytes": planned.checkpoint,
         },
         "assumed": {
-            "notes": assumptions(planned, machine, mfu),
+            "notes": assumptions(planned, machine),
             "reserve_bytes": RESERVE,
             "hardware": {"count": machine.count, "name": machine.name, "memory_bytes": machine.memory},
         },
         "estimated": {
             "fits": fits,
-            "seconds_of_a_step": sum(planned.seconds(machine, mfu).values()),
-            "seconds_by_kind": planned.seconds(machine, mfu),
+            "seconds_of_a_step": sum(seconds.values()),
+            "seconds_by_kind": seconds,
             "hours": hours,
             "devices": planned.cards,
             "device_hours": planned.cards * hours,
             "cost": None if price is None else price * planned.cards * hours,
-            "better_settings": [_entry(better) for better in alone],
-            "better_settings_together": _entry(together) if together else None,
+            **better,
             "samples": placement(planned, machine.usable),
             "weights_for_workers": weights_for_workers(planned),
         },
@@ -121,33 +108,26 @@ def _entry(better: Better) -> dict[str, Any]:
     return {"flags": better.flags, "peak_bytes": better.peak}
 
 
-def _print(planned: Estimate, machine: Hardware, mfu: float | None, price: float | None, *, fits: bool) -> None:
-    screen = console()
-    if not screen.is_terminal:
-        screen.width = WIDTH
-    screen.print(_overview(planned, machine, mfu, price, fits=fits))
-    screen.print(_memory(planned))
-    screen.print(_calls(planned))
-    for note in assumptions(planned, machine, mfu):
+def _print(planned: Estimate, machine: Hardware, price: float | None, *, fits: bool) -> None:
+    show(_overview(planned, machine, price, fits=fits), _memory(planned), _calls(planned), width=WIDTH)
+    for note in assumptions(planned, machine):
         say(note)
     memory = planned.memory
-    needs = f"{memory.peak} needs {_gib(memory.total(memory.peak))} of {_gib(machine.usable)} GiB"
-    if fits:
-        say(f"fits {machine.count} x {machine.name}: {needs}")
-    else:
-        say(f"does not fit {machine.count} x {machine.name}, because {needs}")
+    needs = f"{memory.peak} needs {gib(memory.total(memory.peak))} of {gib(machine.usable)} GiB"
+    where = f"{machine.count} x {machine.name}"
+    say(f"fits {where}: {needs}" if fits else f"does not fit {where}, because {needs}")
 
 
-def _overview(planned: Estimate, machine: Hardware, mfu: float | None, price: float | None, *, fits: bool) -> Table:
+def _overview(planned: Estimate, machine: Hardware, price: float | None, *, fits: bool) -> Table:
     memory, run, video, counts = planned.memory, planned.run, planned.run.video, planned.table
-    seconds, hours = planned.seconds(machine, mfu), planned.hours(machine, mfu)
-    need, have = _gib(memory.total(memory.peak)), _gib(machine.usable)
+    seconds, hours = planned.seconds(machine), planned.hours(machine)
+    need, have = gib(memory.total(memory.peak)), gib(machine.usable)
     rows = Table(f"{run.method}, recipe {run.recipe or '(none)'}", "", title="plan: nothing below was measured")
     rows.add_row("memory", f"{'fits' if fits else 'DOES NOT FIT'}: {need} of {have} GiB a card, in {memory.peak}")
     rows.add_row("hardware", f"{machine.count} x {machine.name}")
     rows.add_row("video", f"{video.frames} frames of {video.height} x {video.width} pixels")
     rows.add_row("a training step", f"{counts['prompts']} prompts x {counts['samples per prompt']} samples")
-    rows.add_row("seconds of a step, estimated", f"{sum(seconds.values()):.3g}: {_listed(seconds)}")
+    rows.add_row("seconds of a step, estimated", f"{sum(seconds.values()):.3g}: {_listed(seconds, '{:.3g}'.format)}")
     rows.add_row(f"hours of {run.steps} steps, estimated", f"{hours:.3g}, with validations every {run.validate_every}")
     of_workers = f", of which workers have {planned.run.rollouts.devices:g}" if planned.cards > planned.ranks else ""
     rows.add_row("card hours, estimated", f"{hours * planned.cards:.3g} on {planned.cards:g} cards{of_workers}")
@@ -157,7 +137,7 @@ def _overview(planned: Estimate, machine: Hardware, mfu: float | None, price: fl
         rows.add_row("published", PUBLISHED[run.recipe, run.method])
     rows.add_row("MFU, estimated", f"{planned.mfu(machine):.2g} of {machine.flops / 1e12:.0f} TFLOP/s in a step")
     rows.add_row("model FLOPs, computed", f"{planned.model_flops:.3g} (executed {planned.executed_flops:.3g})")
-    inside, across = _gib(planned.inside), _gib(planned.across)
+    inside, across = gib(planned.inside), gib(planned.across)
     rows.add_row("sent by a rank, computed", f"{inside} GiB to its shards, {across} to copies")
     if (place := placement(planned, machine.usable)) is not None:
         rows.add_row("samples", place)
@@ -169,8 +149,8 @@ def _overview(planned: Estimate, machine: Hardware, mfu: float | None, price: fl
         sent, peak = planned.replicated(shard := ranks // run.parallel.sequence)
         if peak <= machine.usable:
             flags = f"--parallel.replicate 0 --parallel.shard {shard}"
-            rows.add_row(f"with a copy on every {copy}", f"{_gib(sent)} GiB sent, {_gib(peak)} GiB a card: {flags}")
-    rows.add_row("checkpoint, computed", f"{_gib(planned.checkpoint)} GiB")
+            rows.add_row(f"with a copy on every {copy}", f"{gib(sent)} GiB sent, {gib(peak)} GiB a card: {flags}")
+    rows.add_row("checkpoint, computed", f"{gib(planned.checkpoint)} GiB")
     for name, source in planned.sources.items():
         rows.add_row(f"{name}, {_size(planned.parameters[name])}", printable(source))
     if learned := _learned(planned):
@@ -186,15 +166,15 @@ def _learned(planned: Estimate) -> str:
 def _memory(planned: Estimate) -> Table:
     memory = planned.memory
     table = Table("phase", "GiB", "of which", title=f"computed memory of one rank of {planned.ranks}")
-    table.add_row("always", _gib(sum(memory.always.values())), _parts(memory.always))
+    table.add_row("always", gib(sum(memory.always.values())), _listed(memory.always))
     for phase, parts in memory.phases.items():
-        table.add_row(phase + (" (peak)" if phase == memory.peak else ""), _gib(memory.total(phase)), _parts(parts))
+        table.add_row(phase + (" (peak)" if phase == memory.peak else ""), gib(memory.total(phase)), _listed(parts))
     return table
 
 
 def _calls(planned: Estimate) -> Table:
     calls = Table("role", "parameters", "calls with gradient", "without", "samples", title="computed calls of a rank")
-    for name, row in planned.calls.items():
+    for name, row in planned.counts.calls().items():
         numbers = [f"{row[key]:g}" for key in ("with gradient", "without gradient", "samples")]
         size = planned.parameters.get(name) or planned.parameters[name.rpartition("_")[0]]
         calls.add_row(name, _size(size), *numbers)
@@ -202,42 +182,30 @@ def _calls(planned: Estimate) -> Table:
 
 
 def _say_better(machine: Hardware, alone: list[Better], together: Better | None) -> None:
-    """Say which settings lower the peak, each alone and together."""
     for flags, lower in alone:
-        say(f"  {flags}: peak {_gib(lower)} GiB")
+        say(f"  {flags}: peak {gib(lower)} GiB")
     if not any(better.peak <= machine.usable for better in alone):
         say("none of these alone fits" if alone else "no single setting lowers the peak by a hundredth of it")
     if together is not None:
         fitting = "fits" if together.peak <= machine.usable else "does not fit"
-        say(f"together {together.flags}: peak {_gib(together.peak)} GiB, which {fitting}")
+        say(f"together {together.flags}: peak {gib(together.peak)} GiB, which {fitting}")
 
 
-def assumptions(planned: Estimate, machine: Hardware, mfu: float | None) -> list[str]:
+def assumptions(planned: Estimate, machine: Hardware) -> list[str]:
     """Return what the estimate takes for granted, in words."""
-    network = (
-        f"networks: products at {PRODUCTS:g} of the bf16 peak, then elementwise traffic at {TRAFFIC:g} of "
-        f"{machine.bandwidth / 1e12:.3g} TB/s"
-        if mfu is None
-        else f"networks: MFU {mfu:g}"
-    )
-    other = (
-        f"VAE: {CONVOLUTIONS:g} of the peak; HPSv3: {PRODUCTS:g}; links: {LINKS:g}; "
-        "no time for optimizers, checkpoints, compilation and reading"
-    )
-    return [f"assumed: {network}", f"assumed: {other}", *planned.notes]
+    traffic = f"elementwise traffic at {TRAFFIC:g} of {machine.bandwidth / 1e12:.3g} TB/s"
+    estimated = f"products at {PRODUCTS:g} of the bf16 peak, then {traffic}"
+    return [
+        f"assumed: networks: {estimated if machine.mfu is None else f'MFU {machine.mfu:g}'}",
+        f"assumed: VAE: {CONVOLUTIONS:g} of the peak; HPSv3: {PRODUCTS:g}; links: {LINKS:g}; "
+        "no time for optimizers, checkpoints, compilation and reading",
+        *planned.notes,
+    ]
 
 
-def _listed(seconds: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:.3g}" for name, value in seconds.items() if value)
-
-
-def _parts(parts: dict[str, float]) -> str:
-    return ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
+def _listed(parts: dict[str, float], text: Callable[[float], str] = gib) -> str:
+    return ", ".join(f"{name} {text(size)}" for name, size in parts.items() if size)
 
 
 def _size(weights: int) -> str:
     return f"{weights / 1e9:.3g} B" if weights >= 1e9 else f"{weights / 1e6:.3g} M"
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.3g}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from unified_trainer.rewards.base import ScorerConfig
 from unified_trainer.roles.recompute import Recompute
 from unified_trainer.tools.plan.architecture import Architecture
-from unified_trainer.tools.plan.flops import BACKWARD, PassFLOPs, score_flops
+from unified_trainer.tools.plan.flops import BACKWARD, PassFLOPs, decode_flops, score_flops
 from unified_trainer.tools.plan.hardware import NETWORK, NODE, Hardware
 
 PRODUCTS = 0.6  # of the dense bf16 peak in matrix products and attention; an H200 took 2 to 10% longer, compiled
@@ -43,12 +43,12 @@ class Work:
     def times(self, factor: float) -> "Work":
         return Work(*(factor * getattr(self, f.name) for f in fields(self)))
 
-    def seconds(self, card: Hardware, mfu: float | None = None) -> dict[str, float]:
-        """Return the seconds by kind of work; with `mfu` products and traffic together reach this share of the peak."""
+    def seconds(self, card: Hardware) -> dict[str, float]:
+        """Return the seconds by kind of work; with an MFU, products and traffic together reach it."""
 
         def network(flops: float, traffic: float) -> float:
-            if mfu is not None:
-                return flops / (mfu * card.flops)
+            if card.mfu is not None:
+                return flops / (card.mfu * card.flops)
             return flops / (PRODUCTS * card.flops) + traffic / (TRAFFIC * card.bandwidth)
 
         convolutions = self.decoded / card.flops + self.decoded_fp32 / card.tf32
@@ -71,7 +71,7 @@ def pass_work(flops: PassFLOPs, recompute: Recompute, layers: int, *, gradient: 
 
 def decode_work(model: Architecture, shape: Sequence[int], samples: int, *, half: bool, gradient: bool) -> Work:
     """Return the work of decoding latents of frames x height x width; a backward pass takes twice the forward one."""
-    flops = samples * (3 if gradient else 1) * model.decode_flops(*shape)
+    flops = samples * (3 if gradient else 1) * decode_flops(model.blueprint.vae, model.vae, *shape)
     return Work(decoded=flops) if half else Work(decoded_fp32=flops)
 
 

@@ -1,5 +1,6 @@
 """The whole estimate of a run: memory by phase, calls and FLOPs of a step, time, bytes between ranks, checkpoints."""
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -25,7 +26,7 @@ from unified_trainer.run.validation.samples import samples_of_rank
 from unified_trainer.tools.plan.architecture import HPSV3_WEIGHTS, Architecture, architecture_of
 from unified_trainer.tools.plan.cost import Work, decode_work, pass_work, score_work, seconds_sent
 from unified_trainer.tools.plan.flops import PassFLOPs, pass_flops
-from unified_trainer.tools.plan.hardware import NODE, Hardware
+from unified_trainer.tools.plan.hardware import NODE, Hardware, gib
 from unified_trainer.tools.plan.memory import BF16, FP32, Memory, Sizes, held_networks, memory_of, recompute_of, seat_of
 from unified_trainer.tools.plan.rehearsal import Counts, paths_of, rehearse
 
@@ -43,7 +44,6 @@ class Estimate:
     table: Mapping[str, int]  # how a training step's batch divides
     counts: Counts
     sizes: Sizes
-    calls: Mapping[str, Mapping[str, float]]  # of each role in a training step, on one rank
     tokens: float  # that went forward in a training step
     model_flops: float  # of a training step
     executed_flops: float  # with recomputed activations
@@ -79,30 +79,30 @@ class Estimate:
         memory = memory_of(self.counts, sizes)
         return sum(_sent(self.counts, sizes)), memory.total(memory.peak)
 
-    def seconds(self, card: Hardware, mfu: float | None = None) -> dict[str, float]:
+    def seconds(self, card: Hardware) -> dict[str, float]:
         """Return the seconds of a training step by what takes them."""
-        by_part = self.work.seconds(card, mfu)
+        by_part = self.work.seconds(card)
         far = self.sizes.shards > NODE  # a copy of the weights reaches over several nodes
         inside, across = (0.0, self.sent) if far else (self.inside, self.across)
         waited = seconds_sent(inside, across, card) - by_part["networks"] - by_part["recomputation"]
         by_part |= {"waiting for other ranks": max(0.0, waited)}
         rollouts = self.run.rollouts
-        sampled, scored = (sum(work.seconds(card, mfu).values()) for work in (self.sampled, self.scored))
+        sampled, scored = (sum(work.seconds(card).values()) for work in (self.sampled, self.scored))
         made = max(sampled, scored) if rollouts.reward_workers else sampled + scored
         beside = sum(by_part.values()) if rollouts.ahead else 0.0  # training goes on while the next samples are made
         return by_part | {"waiting for workers": max(0.0, made - beside)}
 
-    def hours(self, card: Hardware, mfu: float | None = None) -> float:
+    def hours(self, card: Hardware) -> float:
         """Return the hours of all training steps and validations, and of encoding the prompts."""
         batch = batch_of(self.run)  # smaller at first where it grows
-        steps = batch.prompts_before(self.run.steps) / batch.prompts * sum(self.seconds(card, mfu).values())
+        steps = batch.prompts_before(self.run.steps) / batch.prompts * sum(self.seconds(card).values())
         count = self.run.steps // self.run.validate_every + 1 if self.run.validate_every else 0
-        shown = count * sum(self.validation.seconds(card, mfu).values())
-        return (steps + shown + sum(Work(products=self.encoded).seconds(card, mfu).values())) / 3600
+        shown = count * sum(self.validation.seconds(card).values())
+        return (steps + shown + sum(Work(products=self.encoded).seconds(card).values())) / 3600
 
     def mfu(self, card: Hardware) -> float:
-        """Return the model's FLOPs over the peak in a training step."""
-        return self.model_flops / (self.cards * card.flops * sum(self.seconds(card).values()))
+        """Return the model's FLOPs over the peak in a training step, estimated where one is given too."""
+        return self.model_flops / (self.cards * card.flops * sum(self.seconds(replace(card, mfu=None)).values()))
 
 
 def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> Estimate:
@@ -124,18 +124,12 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     check_video(run, models["student"].family)
     frames, shown_frames = (_latent_frames(own, models["student"]) for own in (run, run.validated()))
     table = batch_of(run).table(data_ranks)
-    boundaries = {path: models[name].boundary for name, path in paths_of(run).items()}
+    boundaries = {path: models[name].networks[1] for name, path in paths_of(run).items()}
     steps = steps or (1 if method.sampled_by else STEPS)
     first = first if first >= 0 else run.steps // 2
+    causal = models["student"].blueprint.vae.causal
     counts = rehearse(
-        run,
-        frames,
-        data_ranks,
-        boundaries,
-        first=first,
-        steps=steps,
-        shown_frames=shown_frames,
-        causal=models["student"].vae_kind.causal,
+        run, frames, data_ranks, boundaries, first=first, steps=steps, shown_frames=shown_frames, causal=causal
     )
     scorers, notes = _scorers(run)
     sizes = Sizes(run, models, ranks, scorers, table["samples per rank"], table["accumulation"])
@@ -160,7 +154,6 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
         table=table,
         counts=counts,
         sizes=sizes,
-        calls=counts.calls(),
         tokens=data_ranks * share * sum(call.tokens * sizes.frame_tokens for call in counts.passes),
         model_flops=data_ranks * share * sum(f.trained if call.gradient else f.forward for call, f in passes),
         executed_flops=data_ranks * share * sum(f.executed if call.gradient else f.forward for call, f in passes),
@@ -168,7 +161,7 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
         sampled=sampled,
         scored=scored,
         validation=_validation(sizes, counts, data_ranks),
-        encoded=prompts * models["student"].encode_flops,
+        encoded=prompts * models["student"].blueprint.encode_flops(),
         inside=inside,
         across=across,
         checkpoint=sum(network.stored for network in held_networks(counts, sizes).values()) + data_ranks * stored,
@@ -191,7 +184,7 @@ def _stored(sizes: Sizes) -> tuple[float, tuple[str, ...]]:
     if not (buffer.share and isinstance(algorithm, RolloutConfig)):
         return 0.0, ()
     size = float(buffer.capacity * sizes.samples * algorithm.kept_states(sizes.run.sampler) * sizes.latent_bytes)
-    words = f"experience buffer: {size / 2**30:.3g} GiB of CPU memory on each rank and of a checkpoint"
+    words = f"experience buffer: {gib(size)} GiB of CPU memory on each rank and of a checkpoint"
     return size, (f"{words}; seconds are of steps that make all samples",)
 
 
@@ -204,9 +197,10 @@ def _models(run: RunConfig, sequence: int) -> dict[str, Architecture]:
         models[name] = replace(model, gates=int(config.sparse.share > 0), flow_map=config.is_flow_map)
     check_families({name: model.family for name, model in models.items()})
     for name, model in models.items():
-        check_heads(name, model.heads, sequence)
+        heads = model.family.attention_heads(model.folder)  # 1 where sequence ranks cannot divide them
+        check_heads(name, heads, sequence)
         if name == method.sampled_by:
-            check_heads(name, model.heads, run.sequence_of_workers, "rollouts.ranks")
+            check_heads(name, heads, run.sequence_of_workers, "rollouts.ranks")
         if model.family.causal is None and run.sampler.chunks.causal:
             raise UserError(f"{name}: this network has no causal form; set sampler.chunks.chunk_frames 0")
     return models
@@ -240,7 +234,6 @@ def _with_scorer(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
 
 
 def _work(passes: Iterable[tuple[Pass, PassFLOPs]], sizes: Sizes, counts: Counts) -> Work:
-    """Return the work of passes of networks on one rank, if no other ranks share their tokens."""
     work = Work()
     for call, flops in passes:
         name, expert = seat_of(counts, call)
@@ -250,7 +243,6 @@ def _work(passes: Iterable[tuple[Pass, PassFLOPs]], sizes: Sizes, counts: Counts
 
 
 def _seen(sizes: Sizes, counts: Counts) -> Work:
-    """Return the work of decoding and scoring in the rehearsed steps."""
     run, student = sizes.run, sizes.models["student"]
     half, total = run.encoders.vae_precision == "bf16", Work()
     scorers = [scorer for scorer in run.reward.named().values() if scorer.weight]
@@ -276,7 +268,6 @@ def _validation(sizes: Sizes, counts: Counts, ranks: int) -> Work:
 
 
 def _flops(call: Pass, sizes: Sizes, counts: Counts) -> PassFLOPs:
-    """Return the FLOPs of a pass of the rehearsal at the real sizes."""
     name, expert = seat_of(counts, call)
     model, config = sizes.models[name], sizes.run.roles.get(name)
     trained = expert in counts.plans[name].layout.trained
@@ -307,7 +298,7 @@ def _forward(call: Pass, sizes: Sizes, counts: Counts, shape: Shape) -> PassCoun
     model, (_, frames, high, wide) = sizes.models[name], shape
     plain, sparse, share = model.plain_pass(shape), counts.plans[name].config.sparse, call.share
     if sparse.share:
-        _, height, width = model.transformer["patch_size"]
+        _, height, width = json.loads(model.config)["patch_size"]
         pairs = sparse.pairs((frames, high // height, wide // width), sparse.share)
         share = {"attn1": Fraction(pairs, plain.tokens**2)}
     _, times, *_ = call.inputs  # latents, times and text of a Wan

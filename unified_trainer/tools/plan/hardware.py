@@ -42,6 +42,7 @@ class Hardware:
     tf32: float  # dense TF32 FLOP/s
     bandwidth: float  # bytes/s of its memory
     link: float  # bytes/s that it sends to others of its node
+    mfu: float | None = None  # share of its FLOP/s that networks reach; None estimates it from products and traffic
 
     @property
     def usable(self) -> float:
@@ -58,3 +59,8 @@ def read_hardware(words: str) -> Hardware:
     name, memory, bandwidth, tf32, link = DEVICES[card]
     flops = peak_flops(name) or 0.0
     return Hardware(int(match[1] or 1), card, memory * 1e9, flops, tf32 * 1e12, bandwidth * 1e12, link * 1e9)
+
+
+def gib(size: float) -> str:
+    """Return bytes in GiB, as text."""
+    return f"{size / 2**30:.3g}"

@@ -20,13 +20,7 @@ from unified_trainer.run.registry import method_named
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.validation.samples import samples_of_rank
 from unified_trainer.tools.plan.architecture import Architecture
-from unified_trainer.tools.plan.passes import (
-    Network,
-    PassBytes,
-    decode_bytes,
-    pass_bytes,
-    without_gradient,
-)
+from unified_trainer.tools.plan.passes import NOTHING, Network, PassBytes, decode_bytes, pass_bytes
 from unified_trainer.tools.plan.rehearsal import Counts
 
 FP32, BF16 = 4, 2
@@ -77,6 +71,11 @@ class Sizes:
         return self.ranks // self.run.parallel.degrees(self.ranks).replicate
 
     @property
+    def fresh(self) -> bool:
+        """Whether one backward pass makes all gradients of an update, which no rank shares."""
+        return self.accumulation == 1 and self.ranks == 1
+
+    @property
     def latent(self) -> tuple[int, int, int, int]:
         video = self.run.video
         return self.models["student"].latent_shape(video.frames, video.height, video.width)
@@ -117,7 +116,7 @@ def memory_of(counts: Counts, sizes: Sizes) -> Memory:
     held = held_networks(counts, sizes)
     phases = _sampling(counts, sizes, held) | _scoring(counts, sizes)
     for name, role in counts.roles.items():
-        losses = [loss for loss in counts.losses if _trains(name, loss)]
+        losses = [loss for loss in counts.losses if any(p.gradient and p.role.startswith(name) for p in loss)]
         if isinstance(role, Trainable) and losses:
             phases |= _training(name, losses, counts, sizes, held)
     if sizes.run.validate_every and counts.validation and not sizes.run.rollouts.evaluation_workers:
@@ -140,10 +139,12 @@ def _sampling(counts: Counts, sizes: Sizes, held: Networks) -> Phases:
     if not passes:
         return {}
     rollouts, part = _rollouts(counts, sizes)
+    ode = sizes.run.algorithm.teacher_ode(sizes.run.sampler)
+    maker = ode.role if ode is not None and ode.made_in is not None and sizes.run.needs_role(ode.role) else "student"
     rollout = {
         "activations": max(max(one.peak for one in passes), part),  # the states of a part are joined at its end
         "gathered weights": _gathered(held),
-        "KV cache": _cache(sizes, counts, _cached(sizes.run)),
+        "KV cache": _cache(sizes, counts, maker),
         "rollouts": rollouts + part,
         "prompts and clips": _inputs(counts, sizes, in_parts=True),
     }
@@ -168,7 +169,7 @@ def _training(name: str, losses: list[list[Pass]], counts: Counts, sizes: Sizes,
     """The phases in which a role is trained: the largest of its losses, and the step of its optimizer."""
     own = [network for (user, _), network in held.items() if user == name]
     gradients = sum(network.gradients for network in own)
-    needs = [_activations(counts, sizes, loss) for loss in _largest_losses(losses)]
+    needs = [_activations(counts, sizes, held, loss) for loss in _largest_losses(losses)]
     activations, added = max(needs, key=lambda pair: pair[0])
     kept = {
         "rollouts": _rollouts(counts, sizes)[0],
@@ -180,10 +181,7 @@ def _training(name: str, losses: list[list[Pass]], counts: Counts, sizes: Sizes,
         "gathered weights and gradients": _gathered(held) + max(network.unsharded for network in own),
         "KV cache": _cache(sizes, counts) if name == "student" else 0.0,
     }
-    optimizer = {
-        "gradients": gradients,
-        "temporary": _temporary(sizes, name, sum(network.trained for network in own)),
-    }
+    optimizer = {"gradients": gradients, "temporary": _temporary(sizes, name, sum(network.trained for network in own))}
     return {f"update of {name}": update | kept, f"optimizer of {name}": optimizer | kept}
 
 
@@ -210,7 +208,7 @@ def _gathered(held: Networks) -> float:
 def _inputs(counts: Counts, sizes: Sizes, *, in_parts: bool) -> float:
     """The prompts and clips of a step: whole where a rollout keeps them, and twice where they are cut into parts."""
     student = sizes.models["student"]
-    prompts = float(sizes.samples * FP32 * sum(map(math.prod, student.text_shapes.values())))
+    prompts = float(sizes.samples * FP32 * sum(map(math.prod, student.blueprint.text_shapes.values())))
     clips = float(sizes.samples * sizes.latent_bytes) if sizes.run.trains_on == "clips" else 0.0
     return clips + (prompts if counts.kept else 0.0) + (2 * prompts if in_parts else 0.0)
 
@@ -232,20 +230,8 @@ def held_networks(counts: Counts, sizes: Sizes) -> dict[tuple[str, Expert], Held
     return networks
 
 
-def _samples(counts: Counts, sizes: Sizes, backbone: Backbone) -> bool:
-    """Whether samples of a training step are made with a network."""
-    sampler = counts.roles.get(method_named(sizes.run.method).sampled_by)
-    return sampler is not None and backbone in sampler.backbones.values()
-
-
 def _trained(counts: Counts, name: str, expert: Expert) -> bool:
     return isinstance(counts.roles[name], Trainable) and expert in counts.plans[name].layout.trained
-
-
-def _averages(counts: Counts, sizes: Sizes, name: str) -> int:
-    """Return how many roles hold an average of a role's trained weights, which checkpoints hold too."""
-    copied = method_named(sizes.run.method).roles
-    return sum(isinstance(role, WeightCopy) and copied[other].copy_of == name for other, role in counts.roles.items())
 
 
 def _held(counts: Counts, sizes: Sizes, name: str, expert: Expert, backbone: Backbone, *, base: bool) -> Held:
@@ -263,11 +249,15 @@ def _held(counts: Counts, sizes: Sizes, name: str, expert: Expert, backbone: Bac
     half = backbone.half_passes and several and not run.parallel.offload_weights
     unit, kept = (BF16, FP32 * small) if half else (held / whole, 0)
     moving = unit * (whole - small) if half else held
-    block = unit * size.block
+    block = unit * max(size.blocks)
     outside = moving - unit * sum(size.blocks)
     gathered = (outside + PREFETCHED * block if run.parallel.reshard_after_forward else moving) if several else 0.0
     waits = sizes.accumulation > 1 and run.parallel.reduce_gradients == "last"
     unsharded = FP32 * trained if waits else FP32 * trained * PREFETCHED / size.layers
+    method = method_named(run.method)
+    sampler = counts.roles.get(method.sampled_by)
+    samples = sampler is not None and backbone in sampler.backbones.values()
+    copies_of = [method.roles[one].copy_of for one, role in counts.roles.items() if isinstance(role, WeightCopy)]
     on_device, kept_there = (int(not off) for off in (run.parallel.offload_weights, run.parallel.offload_optimizer))
     training = config if isinstance(config, TrainableConfig) and trained else None
     moment = BF16 if training and training.moments == "bf16" else FP32
@@ -275,14 +265,14 @@ def _held(counts: Counts, sizes: Sizes, name: str, expert: Expert, backbone: Bac
     weights = on_device * (((held - kept) / shards + kept if base else 0) + adapter / shards)
     return Held(
         weights=weights + rounded,
-        idle=(copies / shards if half else FP32 / BF16 * rounded) if _samples(counts, sizes, backbone) else weights,
+        idle=(copies / shards if half else FP32 / BF16 * rounded) if samples else weights,
         gradients=on_device * FP32 * trained / shards,
         moments=kept_there * 2 * moment * trained / shards,
         ema=on_device * ema / shards if training and training.ema_device == "same" else 0.0,
         gathered=gathered,
         unsharded=unsharded if several else 0.0,
         sent=(moving if base else 0) + adapter * (BF16 / FP32 if half else 1),
-        stored=(FP32 * (1 + _averages(counts, sizes, name)) + 2 * moment) * trained + ema,
+        stored=(FP32 * (1 + copies_of.count(name)) + 2 * moment) * trained + ema,
         trained=trained,
     )
 
@@ -323,33 +313,27 @@ def recompute_of(name: str, expert: Expert, counts: Counts, sizes: Sizes) -> Rec
     )
 
 
-def _network(counts: Counts, sizes: Sizes, call: Pass) -> Network:
+def _pass(counts: Counts, sizes: Sizes, call: Pass) -> PassBytes:
     name, expert = seat_of(counts, call)
     config, backbone = counts.plans[name].config, counts.roles[name].backbones[expert]
-    rank, model, recompute = _rank(sizes, name), sizes.models[name], recompute_of(name, expert, counts, sizes)
+    rank, model = _rank(sizes, name), sizes.models[name]
+    trained = _trained(counts, name, expert) and not rank
+    gradient = call.gradient and bool(trained or rank)
     layers = model.size.layers_to_features if call.to_features else model.size.layers
-    return Network(
+    recompute = recompute_of(name, expert, counts, sizes)
+    network = Network(
         model.kind,
         model.config,
         config.precision,
         backbone.half,
         layers,
         rank=rank,
-        trained=_trained(counts, name, expert) and not rank,
-        recompute=replace(recompute, full=min(recompute.full, layers)),
+        trained=trained,
+        recompute=replace(recompute, full=min(recompute.full, layers)) if gradient else NOTHING,
     )
-
-
-def _pass(counts: Counts, sizes: Sizes, call: Pass) -> PassBytes:
-    name, _ = seat_of(counts, call)
     channels, _, height, width = sizes.latent
-    network = _network(counts, sizes, call)
-    gradient = call.gradient and bool(network.trained or network.rank)
-    network = network if gradient else without_gradient(network)
     shape = (channels, call.tokens // call.samples, height, width)
-    traced = pass_bytes(
-        network, shape, sizes.models[name].text_tokens, call.samples, gradient=gradient, fresh=_fresh(sizes)
-    )
+    traced = pass_bytes(network, shape, model.text_tokens, call.samples, gradient=gradient, fresh=sizes.fresh)
     share = 1 / sizes.run.parallel.sequence
     return PassBytes(*(share * value for value in vars(traced).values()))
 
@@ -359,29 +343,20 @@ def _without(counts: Counts, sizes: Sizes, call: Pass) -> PassBytes:
     return PassBytes(traced.peak + extra, traced.kept, traced.backward, traced.first)
 
 
-def _activations(counts: Counts, sizes: Sizes, passes: list[Pass]) -> tuple[float, float]:
+def _activations(counts: Counts, sizes: Sizes, held: Networks, passes: list[Pass]) -> tuple[float, float]:
     """Return the activations of one loss, and the gradients at its peak that were not there before."""
-    with_graph = [_pass(counts, sizes, call) for call in passes if call.gradient]
+    graph = [call for call in passes if call.gradient]
+    with_graph = [_pass(counts, sizes, call) for call in graph]
     silent = [_pass(counts, sizes, call).peak for call in _largest(passes) if not call.gradient]
-    kept = sum(call.kept for call in with_graph)
-    last, samples = with_graph[-1], max(call.samples for call in passes)
-    extra = LATENTS * sizes.latent_bytes * samples
+    kept, last = sum(call.kept for call in with_graph), with_graph[-1]
+    extra = LATENTS * sizes.latent_bytes * max(call.samples for call in passes)
     peak = kept + max([0.0, *silent, max(call.peak - call.kept for call in with_graph), last.backward - last.kept])
-    if not _fresh(sizes):
-        return peak + extra, _sharded(counts, sizes, passes)
-    return peak + extra, max(0.0, kept - last.kept + last.first - peak)
-
-
-def _fresh(sizes: Sizes) -> bool:
-    """Whether one backward pass makes all gradients of an update, which no rank shares."""
-    return sizes.accumulation == 1 and sizes.ranks == 1
-
-
-def _sharded(counts: Counts, sizes: Sizes, passes: list[Pass]) -> float:
-    if sizes.accumulation > 1:
-        return 0.0  # they are counted as a whole
-    name, expert = seat_of(counts, next(call for call in passes if call.gradient))
-    return _held(counts, sizes, name, expert, counts.roles[name].backbones[expert], base=True).gradients
+    if sizes.fresh:
+        return peak + extra, max(0.0, kept - last.kept + last.first - peak)
+    network = held.get(seat_of(counts, graph[0]))
+    if sizes.accumulation > 1 or network is None:  # of several passes they are counted as a whole
+        return peak + extra, 0.0
+    return peak + extra, network.gradients
 
 
 def _rollouts(counts: Counts, sizes: Sizes) -> tuple[float, float]:
@@ -395,14 +370,9 @@ def _rollouts(counts: Counts, sizes: Sizes) -> tuple[float, float]:
     return whole, part if part < whole else 0.0  # a single part is the whole
 
 
-def _trains(name: str, passes: list[Pass]) -> bool:
-    return any(call.gradient and call.role.startswith(name) for call in passes)
-
-
 def _largest(passes: Iterable[Pass]) -> list[Pass]:
     """Return the passes that no other one covers: it then needs as much memory, and tracing a pass takes time."""
-    distinct = {(call.role, call.samples, call.tokens, call.gradient): call for call in passes}.values()
-    return [call for call in distinct if not any(_covers(other, call) for other in distinct if other is not call)]
+    return [call for (call,) in _largest_losses([[call] for call in passes])]
 
 
 def _largest_losses(losses: list[list[Pass]]) -> list[list[Pass]]:
@@ -420,12 +390,6 @@ def _covers(large: Pass, small: Pass) -> bool:
     """Whether a pass of the same network has as many samples, and as many tokens of each."""
     same = (large.role, large.gradient, large.to_features) == (small.role, small.gradient, small.to_features)
     return same and large.samples >= small.samples and large.tokens * small.samples >= small.tokens * large.samples
-
-
-def _cached(run: RunConfig) -> str:
-    """Return the role that makes samples: a causal teacher that solves its ODE, or else the student."""
-    ode = run.algorithm.teacher_ode(run.sampler)
-    return ode.role if ode is not None and ode.made_in is not None and run.needs_role(ode.role) else "student"
 
 
 def _cache(sizes: Sizes, counts: Counts, role: str = "student") -> float:
@@ -450,11 +414,8 @@ def _decoding(sizes: Sizes, samples: int, frames: int, *, gradient: bool) -> flo
         video = sizes.run.video
         others, samples = FP32 * 3.0 * video.height * video.width * video.frames * (samples - 1), 1
     tile = encoders.vae_tile
-    return (
-        weights
-        + others
-        + decode_bytes(model.vae_kind, model.vae, shape, samples, half=half, gradient=gradient, tile=tile)
-    )
+    decoded = decode_bytes(model.blueprint.vae, model.vae, shape, samples, half=half, gradient=gradient, tile=tile)
+    return weights + others + decoded
 
 
 def _temporary(sizes: Sizes, name: str, trained: int) -> float:

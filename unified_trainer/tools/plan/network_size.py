@@ -3,7 +3,7 @@
 import functools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +47,6 @@ class NetworkSize:
     def layers_to_features(self) -> int:
         """The number of blocks up to the middle one, whose output the features are."""
         return self.layers // 2 + 1
-
-    @property
-    def block(self) -> int:
-        """The number of weights of the largest block, without gates."""
-        return max(self.blocks)
 
     @property
     def parameters(self) -> int:
@@ -99,25 +94,21 @@ def measured(model: VideoModel) -> NetworkSize:
             adapts = any(f".{name}".endswith(f".{suffix}") for suffix in model.adapter_layers)
             outputs, inputs = layer.weight.shape[:2]
             matrices[name] = Matrix(layer.weight.numel(), outputs, adapts * (outputs + inputs))
+    kinds = defaultdict[tuple[Any, ...], list[int]](list)
+    for number, block in enumerate(blocks):
+        kinds[tuple((name, p.shape) for name, p in block.named_parameters())].append(number)
     sizes = [p.numel() for p in network.parameters()]
     rounded = sum(p.numel() for m in network.modules() if isinstance(m, ROUNDED) for p in m.parameters(recurse=False))
     return NetworkSize(
         width=model.feature_size,
         blocks=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
-        kinds=_kinds(blocks),
+        kinds=tuple(map(tuple, kinds.values())),
         weights=sum(sizes),
         small=sum(sizes) - rounded,
         largest=max(sizes),
         matrices=matrices,
         new=sum(p.numel() for name, p in network.named_parameters() if name.endswith(model.new_layers)),
     )
-
-
-def _kinds(blocks: Iterable[nn.Module]) -> tuple[tuple[int, ...], ...]:
-    kinds = defaultdict[tuple[Any, ...], list[int]](list)
-    for number, block in enumerate(blocks):
-        kinds[tuple((name, p.shape) for name, p in block.named_parameters())].append(number)
-    return tuple(map(tuple, kinds.values()))
 
 
 @functools.lru_cache(maxsize=256)

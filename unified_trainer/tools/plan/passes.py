@@ -27,7 +27,7 @@ from unified_trainer.tools.plan.tracing import LiveBytes, quiet_norms
 
 FEW = 1  # blocks of each kind that are traced
 RECOMPUTED = 2  # where they are recomputed whole: the backward pass of a block alone has another peak
-NOTHING = Recompute()
+NOTHING = Recompute()  # also of a pass without gradient: nothing is kept, so that no recomputation matters
 ALONE = Mesh(torch.device("cpu"))
 
 
@@ -57,37 +57,31 @@ class PassBytes:
 
 @functools.lru_cache(maxsize=256)
 def pass_bytes(
-    network: Network,
-    latent: Shape,
-    text_tokens: int,
-    samples: int,
-    *,
-    gradient: bool,
-    fresh: bool,
+    network: Network, latent: Shape, text_tokens: int, samples: int, *, gradient: bool, fresh: bool
 ) -> PassBytes:
     """Return the memory of a pass over this many samples.
 
     With `fresh` a backward pass without gradients that are there before is traced too; otherwise `first` is `backward`.
     """
-    if 0 < network.recompute.full < network.layers:
-        others, full = (
-            pass_bytes(each, latent, text_tokens, samples, gradient=gradient, fresh=fresh) for each in _uniform(network)
-        )
-        return _mixed(network, others, full)
-    trace = functools.partial(
-        _trace, network, latent=latent, text_tokens=text_tokens, samples=samples, gradient=gradient, fresh=fresh
-    )
+    how: dict[str, Any] = {"latent": latent, "text_tokens": text_tokens, "samples": samples}
+    how |= {"gradient": gradient, "fresh": fresh}
+    if 0 < network.recompute.full < network.layers:  # linear between none and all; the backward pass begins with others
+        uniform = (Recompute(others=network.recompute.others), Recompute.of_setting("full", network.layers))
+        others, full = (pass_bytes(replace(network, recompute=recompute), **how) for recompute in uniform)
+        share = network.recompute.full / network.layers
+        peak, kept = (a + share * (b - a) for a, b in ((others.peak, full.peak), (others.kept, full.kept)))
+        return PassBytes(peak, kept, kept + others.backward - others.kept, kept + others.first - others.kept)
     whole = size_of(network.kind, network.config)
     kinds = [[number for number in kind if number < network.layers] for kind in whole.kinds]
     count = RECOMPUTED if gradient and network.recompute.full else FEW
     few = [number for kind in kinds for number in kind[:count]]
-    traced = trace(few)
+    traced = _trace(network, few, **how)
     if not gradient:  # a block then leaves nothing but its output, which the next one replaces
         return PassBytes(*traced)
     total = traced
     for kind in kinds:
         if rest := kind[count:]:
-            more = trace([*few, rest[0]])
+            more = _trace(network, [*few, rest[0]], **how)
             total = [all_ + len(rest) * (b - a) for all_, a, b in zip(total, traced, more, strict=True)]
     return PassBytes(*total)
 
@@ -167,19 +161,6 @@ def _with_blocks(network: Network, blocks: Collection[int]) -> Any:
     return transformer
 
 
-def _uniform(network: Network) -> tuple[Network, Network]:
-    """Return the network with all blocks as those that are not recomputed whole, and with all recomputed whole."""
-    others, full = Recompute(others=network.recompute.others), Recompute.of_setting("full", network.layers)
-    return replace(network, recompute=others), replace(network, recompute=full)
-
-
-def _mixed(network: Network, others: PassBytes, full: PassBytes) -> PassBytes:
-    """Return the memory of a pass whose first blocks are recomputed whole; its backward pass begins with the others."""
-    share = network.recompute.full / network.layers
-    peak, kept = (a + share * (b - a) for a, b in ((others.peak, full.peak), (others.kept, full.kept)))
-    return PassBytes(peak, kept, kept + others.backward - others.kept, kept + others.first - others.kept)
-
-
 def decode_bytes(
     kind: Any, vae: Config, latent: Shape, samples: int, *, half: bool, gradient: bool, tile: int = 0
 ) -> float:
@@ -218,8 +199,3 @@ def _decoded(kind: Any, vae: Config, latent: Shape, *, half: bool, gradient: boo
         with live, nullcontext() if gradient else torch.no_grad():
             (kind.decoded(network, kind.of_video(x)).float() / 2 + 0.5).clamp(0, 1)
     return live.peak
-
-
-def without_gradient(network: Network) -> Network:
-    """Return the network as a pass without gradient runs it: nothing is kept, so that no recomputation matters."""
-    return replace(network, recompute=Recompute())

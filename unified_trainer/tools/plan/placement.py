@@ -6,17 +6,12 @@ from unified_trainer.parallel.mesh import ParallelConfig
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.run.registry import method_named
 from unified_trainer.tools.plan.estimate import Estimate
+from unified_trainer.tools.plan.hardware import gib
 from unified_trainer.tools.plan.memory import BF16, FP32, SAMPLING, Sizes, held_networks, memory_of
 
-GIB = 2**30
 TO_CPU = 5e9  # assumed: bytes a second from a card to CPU memory that is not pinned
-OF_WORKERS = (
-    "activations",
-    "gathered weights",
-    "KV cache",
-    "VAE",
-    "scorers",
-)  # parts of a phase; samples go to training when they are made
+# Parts of a phase; samples go to training when they are made.
+OF_WORKERS = ("activations", "gathered weights", "KV cache", "VAE", "scorers")
 
 
 def placement(planned: Estimate, usable: float) -> str | None:
@@ -29,18 +24,18 @@ def placement(planned: Estimate, usable: float) -> str | None:
         return None
     there, offloaded = (_sampling(planned, offload=offload) for offload in (False, True))
     if there <= usable:
-        return f"in the training processes: {_gib(there)} GiB a card, {_gib(offloaded)} with --rollouts.offload"
+        return f"in the training processes: {gib(there)} GiB a card, {gib(offloaded)} with --rollouts.offload"
     if offloaded <= usable:
         return (
-            f"in the training processes with --rollouts.offload: {_gib(offloaded)} GiB a card in place of {_gib(there)}"
+            f"in the training processes with --rollouts.offload: {gib(offloaded)} GiB a card in place of {gib(there)}"
         )
     apart, ranks = _apart(planned), planned.run.rollouts.ranks
     share = f" on each of {ranks} cards" if ranks > 1 else ""
-    needs = f"the training processes need {_gib(offloaded)} GiB a card even with --rollouts.offload"
+    needs = f"the training processes need {gib(offloaded)} GiB a card even with --rollouts.offload"
     if apart <= usable:
-        return f"apart, by --rollouts.workers: {needs}, a worker {_gib(apart)}{share}"
+        return f"apart, by --rollouts.workers: {needs}, a worker {gib(apart)}{share}"
     return (
-        f"nowhere: {needs}, a worker {_gib(apart)}{share}; raise rollouts.ranks, or lower algorithm.rollout_batch or "
+        f"nowhere: {needs}, a worker {gib(apart)}{share}; raise rollouts.ranks, or lower algorithm.rollout_batch or "
         "the size of the videos"
     )
 
@@ -58,13 +53,12 @@ def weights_for_workers(planned: Estimate) -> str | None:
     halved = config.precision == "bf16" and not (isinstance(config, TrainableConfig) and config.adapter.rank)
     copied, sent = FP32 * shard, (BF16 if halved else FP32) * shard
     if not run.rollouts.ahead:
-        return f"{_gib(sent)} GiB packed and sent by a rank, while training waits for samples"
+        return f"{gib(sent)} GiB packed and sent by a rank, while training waits for samples"
     waited = f"{copied / TO_CPU:.2g} s of waiting at {TO_CPU / 1e9:g} GB/s"
-    return f"{_gib(copied)} GiB copied by a rank ({waited}), {_gib(sent)} packed and sent beside training"
+    return f"{gib(copied)} GiB copied by a rank ({waited}), {gib(sent)} packed and sent beside training"
 
 
 def _sampling(planned: Estimate, *, offload: bool) -> float:
-    """Return the peak of a training process while samples are made and scored."""
     run = planned.run
     whole = run.parallel.offload_weights and run.parallel.offload_optimizer
     rollouts = replace(run.rollouts, offload=offload and not whole)
@@ -85,12 +79,9 @@ def _apart(planned: Estimate) -> float:
         for (name, expert), network in held_networks(counts, sizes).items()
         if counts.roles[name].backbones[expert] in sampler
     )
-    own, scorers = (
-        (SAMPLING, memory.always["scorers"]) if not planned.run.rollouts.reward_workers else (SAMPLING[:1], 0)
-    )
-    phases = [
-        sum(memory.phases[phase].get(part, 0.0) for part in OF_WORKERS) for phase in own if phase in memory.phases
-    ]
+    apart = planned.run.rollouts.reward_workers
+    own, scorers = (SAMPLING[:1], 0.0) if apart else (SAMPLING, memory.always["scorers"])
+    phases = [sum(memory.phases[one].get(part, 0.0) for part in OF_WORKERS) for one in own if one in memory.phases]
     return weights + scorers + memory.always["VAE"] + max(phases)
 
 
@@ -99,7 +90,3 @@ def _of_worker(planned: Estimate) -> Sizes:
     ranks = planned.run.rollouts.ranks
     run = replace(planned.run, parallel=ParallelConfig(sequence=ranks))
     return replace(planned.sizes, ranks=ranks, run=run, copies=True)
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.3g}"

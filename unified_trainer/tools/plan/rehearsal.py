@@ -120,7 +120,7 @@ def rehearse(
         check_method(run, {name: run.roles[method.roles[name].copy_of or name] for name in plans}, plans)
         roles = load_roles(plans, mesh, half=True)
     counts = Counts(steps, repeats, plans, roles)
-    trainer = _trainer(small, method, plans, roles, mesh, (CHANNELS, latent_frames, 1, 1), counts, causal=causal)
+    trainer = _trainer(small, method, mesh, (CHANNELS, latent_frames, 1, 1), counts, causal=causal)
     for step in range(first, first + steps):
         with quiet_norms(), counts.listen().measure():
             trainer.step(step)
@@ -148,18 +148,9 @@ def _write(folder: Path, boundary: float | None) -> None:
     """Write a pipeline folder with one or two transformers of one block and nothing else."""
     parts = EXPERTS[: 1 if boundary is None else 2]
     for part in parts:
-        network = WanTransformer3DModel(
-            patch_size=(1, 1, 1),
-            num_attention_heads=1,
-            attention_head_dim=HEAD,
-            in_channels=CHANNELS,
-            out_channels=CHANNELS,
-            text_dim=TEXT_WIDTH,
-            freq_dim=2,
-            ffn_dim=2,
-            num_layers=1,
-        )
-        network.save_pretrained(folder / part)
+        widths = {"attention_head_dim": HEAD, "in_channels": CHANNELS, "out_channels": CHANNELS, "text_dim": TEXT_WIDTH}
+        few = {"patch_size": (1, 1, 1), "num_attention_heads": 1, "freq_dim": 2, "ffn_dim": 2, "num_layers": 1}
+        WanTransformer3DModel(**widths, **few).save_pretrained(folder / part)
     index: dict[str, Any] = {part: ["diffusers", "WanTransformer3DModel"] for part in parts}
     index |= {"_class_name": "WanPipeline"} | ({} if boundary is None else {"boundary_ratio": boundary})
     (folder / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
@@ -216,8 +207,6 @@ def _share(algorithm: Any, ranks: int) -> tuple[Any, float]:
 
 
 class _Prompts(Source):
-    """Rows of prompts."""
-
     def __len__(self) -> int:
         return PROMPTS
 
@@ -231,22 +220,21 @@ class _Prompts(Source):
 class _Batches(Loader):
     """Random batches, with latents and trajectories where the run trains on them."""
 
-    def use(self, run: RunConfig, latent_shape: tuple[int, int, int, int]) -> None:
-        self._run, self._shape = run, latent_shape
+    run: RunConfig
 
     def batch_of(self, indices: list[int], sample_ids: list[int]) -> Batch:
-        count, run, device = len(indices), self._run, self.mesh.device
+        count, run, shape, device = len(indices), self.run, self.latent_shape, self.mesh.device
         text = Condition({"text": torch.zeros(count, TEXT_TOKENS, TEXT_WIDTH, device=device)})
-        latents = torch.randn(count, *self._shape, device=device) if run.trains_on == "clips" else None
+        latents = torch.randn(count, *shape, device=device) if run.trains_on == "clips" else None
         trajectory = None
         if run.trains_on == "trajectories":
             ode: Any = run.algorithm.teacher_ode(run.sampler)  # a run on trajectories has one
             levels = ode.levels
-            states = torch.randn(count, len(levels), *self._shape, device=device)
+            states = torch.randn(count, len(levels), *shape, device=device)
             trajectory = Trajectory(levels, states, states[:, -1])
-        rejected = torch.randn(count, *self._shape, device=device) if run.algorithm.needs_pairs else None
+        rejected = torch.randn(count, *shape, device=device) if run.algorithm.needs_pairs else None
         ids = (Request.of(map(str, indices)), tuple(indices), tuple(sample_ids))
-        return Batch(*ids, self._shape, text, text, latents, trajectory, rejected)
+        return Batch(*ids, shape, text, text, latents, trajectory, rejected)
 
 
 @dataclass(frozen=True)
@@ -295,20 +283,11 @@ def _score(video: Video, prompts: Sequence[str]) -> Tensor:
 
 
 def _trainer(
-    run: RunConfig,
-    method: type[Method],
-    plans: Mapping[str, RolePlan],
-    roles: Mapping[str, Role],
-    mesh: Mesh,
-    latent_shape: tuple[int, int, int, int],
-    counts: Counts,
-    *,
-    causal: bool,
+    run: RunConfig, method: type[Method], mesh: Mesh, shape: tuple[int, int, int, int], counts: Counts, *, causal: bool
 ) -> Trainer:
-    codec = _Codec(counts, causal)  # type: ignore[abstract]  # it has what a step calls
-    algorithm = cast(Any, run.algorithm)
-    loader = _Batches(_Prompts(), codec, run.algorithm.plan(), latent_shape, "", run.seed, mesh)
-    loader.use(run, latent_shape)
+    roles, codec = counts.roles, _Codec(counts, causal)  # type: ignore[abstract]  # it has what a step calls
+    loader = _Batches(_Prompts(), codec, run.algorithm.plan(), shape, "", run.seed, mesh)
+    loader.run = run
     first = all(scorer.frames == "first" for scorer in run.reward.named().values())
     frames: Literal["first", "all"] = "first" if first else "all"
     reward = Reward({SCORER: _score}, codec, RewardConfig(kind=SCORER, frames=frames))
@@ -316,7 +295,7 @@ def _trainer(
     parts |= {"loader": loader} if "loader" in method.parts() else {}
     if method.sampled_by:
         sample: Callable[..., Any] = partial(method.sample, run.algorithm, run.sampler, roles[method.sampled_by])
-        parts["rollouts"] = _Rollouts(sample, reward, algorithm.rollout_batch)
+        parts["rollouts"] = _Rollouts(sample, reward, cast(Any, run.algorithm).rollout_batch)
         parts["rollouts"].counts = counts
     parts |= {"codec": codec} if method.uses_codec else {}
     copies = {name: role for name, role in roles.items() if isinstance(role, WeightCopy)}

@@ -34,46 +34,30 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         self._seen: dict[int, weakref.ref[Any]] = {}
 
-    def ignore(self, *tensors: Tensor) -> None:
-        """Leave out storages that were there before."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self._seen[id(storage)] = weakref.ref(storage)
-
     def __torch_dispatch__(self, call: Any, _types: Any, arguments: Any = (), named: Any = None) -> Any:
         if call is DEVICE:
             return call(*arguments)
         for tensor in tree_leaves((arguments, named)):
-            if isinstance(tensor, Tensor):
-                self._known(tensor)
+            if isinstance(tensor, Tensor):  # what an operation reads and none made inside the mode was there before
+                self._note(tensor, made=False)
         result = call(*arguments, **(named or {}))
         is_view = any(value.alias_info is not None for value in call._schema.returns)
-        note = self._known if is_view else self._add
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                note(tensor)
+                self._note(tensor, made=not is_view)
         return result
 
-    def _known(self, tensor: Tensor) -> None:
-        """A storage that an operation reads and none made inside the mode was there before."""
+    def _note(self, tensor: Tensor, *, made: bool) -> None:
+        """Remember a storage, and count it until it is freed if it was `made` inside."""
         storage = tensor.untyped_storage()
-        if self._of(storage) is None:
-            self._seen[id(storage)] = weakref.ref(storage)
-
-    def _add(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if self._of(storage) is not None:
+        known = self._seen.get(id(storage))
+        if known is not None and known() is not None:  # the number of a freed storage may be that of a new one
             return
-        size, key = storage.nbytes(), id(storage)
+        size = storage.nbytes() if made else 0
 
         def freed(_reference: Any) -> None:
             self.now -= size
 
-        self._seen[key] = weakref.ref(storage, freed)
+        self._seen[id(storage)] = weakref.ref(storage, freed)
         self.now += size
         self.peak = max(self.peak, self.now)
-
-    def _of(self, storage: Any) -> Any:
-        """Return the storage if it was seen before; the number of a freed one may be that of a new one."""
-        reference = self._seen.get(id(storage))
-        return None if reference is None else reference()

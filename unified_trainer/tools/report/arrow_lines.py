@@ -15,10 +15,16 @@ def metrics_in(whole: bytes) -> list[tuple[str, array, array]] | None:
 
     That is NaN, for example, or a line without a step.
     """
-    table = _table(whole)
-    if table is None:
+    try:
+        table = arrow_json.read_json(io.BytesIO(whole), arrow_json.ReadOptions(block_size=len(whole)))
+    except pa.ArrowException:
         return None
-    steps, curves = table.column("step").to_numpy(), []
+    step = table.column("step") if "step" in table.column_names else None
+    if step is None or not pa.types.is_integer(step.type) or step.null_count or table.num_rows != whole.count(b"\n"):
+        return None
+    if table.num_rows and not 0 <= pc.min(step).as_py() <= pc.max(step).as_py() < 2**53:
+        return None
+    steps, curves = step.to_numpy(), []
     for name in table.column_names:
         column = table.column(name)
         if name == "step" or not any(is_kind(column.type) for is_kind in COUNTED):
@@ -27,16 +33,3 @@ def metrics_in(whole: bytes) -> list[tuple[str, array, array]] | None:
         values = column.drop_null().cast(pa.float64()).to_numpy()
         curves.append((name, array("q", steps[there].tobytes()), array("d", values.tobytes())))
     return curves
-
-
-def _table(whole: bytes) -> pa.Table | None:
-    try:
-        table = arrow_json.read_json(io.BytesIO(whole), arrow_json.ReadOptions(block_size=len(whole)))
-    except pa.ArrowException:
-        return None
-    steps = table.column("step") if "step" in table.column_names else None
-    if steps is None or not pa.types.is_integer(steps.type) or steps.null_count:
-        return None
-    if table.num_rows and not 0 <= pc.min(steps).as_py() <= pc.max(steps).as_py() < 2**53:
-        return None
-    return table if table.num_rows == whole.count(b"\n") else None

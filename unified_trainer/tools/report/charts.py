@@ -1,7 +1,7 @@
 """The curves of a page as plain data: groups of charts with the traces and healthy ranges of every run."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,16 +19,12 @@ def chart_groups(runs: Sequence[RunRecord], most: int) -> list[dict[str, Any]]:
     has several metrics in a chart where the glossary says so; several runs have one metric in a chart. A longer curve
     than `most` points keeps the extremes and the end of equal stretches, and what is outside of the healthy range.
     """
-    healthy = [bands(run) for run in runs]
+    ranges = [bands(run) for run in runs]
     groups = grouped({name for run in runs for name in run.curves})
     return [
-        {"title": group, "id": _id_of(group), "charts": _charts(names, runs, healthy, most)}
-        for group, names in groups.items()
+        {"title": title, "id": f"group-{title.lower().replace(' ', '-')}", "charts": _charts(names, runs, ranges, most)}
+        for title, names in groups.items()
     ]
-
-
-def _id_of(group: str) -> str:
-    return f"group-{group.lower().replace(' ', '-')}"
 
 
 def _charts(
@@ -46,22 +42,17 @@ def _charts(
 
 
 def _trace(run: int, curve: Curve, band: Band | None, most: int) -> dict[str, Any]:
-    points = _shown(curve, most, band.outside if band else ())
+    departed = list(band.outside) if band else []
+    kept, steps = {*thinned(np.array(curve.steps, dtype=np.int64), np.array(curve.values), most).tolist()}, {*departed}
+    points = [i for i, step in enumerate(curve.steps) if i in kept or step in steps]
     return {
         "run": run,
         "label": curve.name,
         "steps": [curve.steps[i] for i in points],
         "values": [finite(curve.values[i]) for i in points],
         "band": band and {"low": finite(band.low), "high": finite(band.high), "words": band.words},
-        "departed": list(band.outside) if band else [],
+        "departed": departed,
     }
-
-
-def _shown(curve: Curve, most: int, always: Collection[int]) -> list[int]:
-    """Return the positions of about `most` points of a curve, and of the steps that are shown always."""
-    kept = {*thinned(np.array(curve.steps, dtype=np.int64), np.array(curve.values), most).tolist()}
-    steps = {*always}
-    return [i for i, step in enumerate(curve.steps) if i in kept or step in steps]
 
 
 def finite(value: float | None) -> float | None:

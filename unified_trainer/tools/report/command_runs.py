@@ -10,11 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from unified_trainer.basics.errors import MissingFileError
-from unified_trainer.basics.terminal import console, printable
+from unified_trainer.basics.terminal import printable, show
 from unified_trainer.run.tracking.tracker import VALIDATED
-from unified_trainer.tools.report.metrics_reader import MetricsReader
-from unified_trainer.tools.report.run_folder import METRICS, RunFolderUnreadableError, RunRecord, find_runs
-from unified_trainer.tools.report.run_watch import readable
+from unified_trainer.tools.report.run_folder import RunFolderUnreadableError, RunRecord, find_runs, name_below, read_run
 from unified_trainer.tools.report.status import Status, best_of, status_of
 
 WIDTH = 200  # columns where the output is no terminal
@@ -54,24 +52,21 @@ def _list(folder: Path, shown: str) -> None:
         raise MissingFileError(f"runs {shown}: no run directory below it; name another folder")
     table = Table(*("run", "method", "seed", "state", "steps", *VALIDATED.values(), "updated"))
     for run in folders:
-        table.add_row(*(Text(printable(words), style) for words, style in _row(run, _name(run, folder))))
-    screen = console()
-    if not screen.is_terminal:
-        screen.width = WIDTH
-    screen.print(table)
+        table.add_row(*(Text(printable(words), style) for words, style in _row(run, name_below(run, folder))))
+    show(table, width=WIDTH)
 
 
 def _row(folder: Path, name: str) -> list[tuple[str, str]]:
     """Return the cells of a run as text and style; a run that cannot be read says why."""
     try:
-        run = readable(folder, MetricsReader(folder / METRICS))
+        run = read_run(folder)
     except RunFolderUnreadableError as error:
         return [(name, ""), ("", ""), ("", ""), (f"unreadable: {error}", "red")]
     status = status_of(run)
     metrics = [_metric(run, name.removeprefix("validation/")) for name in VALIDATED]
-    cells = [name, run.method, str(run.config.get("seed", "")), _state(status), f"{status.step}/{status.steps}"]
-    styled = [(cell, STYLES[status.state] if i == 3 else "") for i, cell in enumerate(cells)]
-    return [*styled, *((text, "") for text in (*metrics, _age(run)))]
+    before = (name, run.method, str(run.config.get("seed", "")))
+    after = (f"{status.step}/{status.steps}", *metrics, _age(run))
+    return [*((cell, "") for cell in before), (_state(status), STYLES[status.state]), *((cell, "") for cell in after)]
 
 
 def _state(status: Status) -> str:
@@ -92,13 +87,8 @@ def _metric(run: RunRecord, name: str) -> str:
 
 
 def _age(run: RunRecord) -> str:
-    """Return how long ago the last line of metrics.jsonl was written."""
     if run.written is None:
         return ""
     seconds = max(0.0, time.time() - run.written)
     unit, size = next((row for row in AGES if seconds >= row[1]), AGES[-1])
     return f"{int(seconds // size)} {unit} ago"
-
-
-def _name(run: Path, folder: Path) -> str:
-    return run.resolve().name if run == folder else str(run.relative_to(folder))

@@ -5,7 +5,7 @@ Placeholders in names are those of that page: NAME, S, LAG and ROLE.
 
 import re
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,29 +16,18 @@ CONTENT: dict[str, Any] = tomllib.loads(Path(__file__).with_name("metrics.toml")
 GROUPS: dict[str, list[str]] = {
     group["title"]: [name for metric in group["metric"] for name in metric["names"]] for group in CONTENT["group"]
 }
-# Metrics that one chart shows together while there is one run: the chart's title by the documented name.
-TOGETHER = {
-    "approx_kl/S": "approx_kl/S",
-    "log_ratio_noise_floor/S": "log_ratio_noise_floor/S",
-    "explained_variance/S": "explained_variance/S",
-    "approx_kl/lag_LAG": "approx_kl/lag_LAG",
-    "clip_fraction/lag_LAG": "clip_fraction/lag_LAG",
-    "zero_gradient_fraction/lag_LAG": "zero_gradient_fraction/lag_LAG",
-    "ess/lag_LAG": "ess/lag_LAG",
-    "u_mean": "u",
-    "u_p50": "u",
-    "u_p90": "u",
-    "u_p99": "u",
-    "gap_low": "gap",
-    "gap_mid": "gap",
-    "gap_high": "gap",
-    "seconds/NAME": "seconds by phase",
-    "seconds/weights": "seconds by phase",
-    "validation/accuracy/color": "validation/accuracy by attribute",
-    "validation/accuracy/shape": "validation/accuracy by attribute",
-    "validation/accuracy/direction": "validation/accuracy by attribute",
-}
+# Metrics that one chart shows together while there is one run, by the chart's title; besides those of every S or LAG.
 STACKED = "seconds by phase"  # parts of a sum
+CHARTS = {
+    "u": ("u_mean", "u_p50", "u_p90", "u_p99"),
+    "gap": ("gap_low", "gap_mid", "gap_high"),
+    STACKED: ("seconds/NAME", "seconds/weights"),
+    "validation/accuracy by attribute": tuple(
+        f"validation/accuracy/{name}" for name in ("color", "shape", "direction")
+    ),
+}
+TOGETHER = {name: title for title, names in CHARTS.items() for name in names}  # chart's title by the documented name
+TOGETHER |= {name: name for names in GROUPS.values() for name in names if name.endswith(("/S", "_LAG"))}
 
 
 @dataclass(frozen=True)
@@ -57,24 +46,18 @@ class Healthy:
     fall: str = ""
     drift: str = ""
     share: str = ""
-    high_settings: tuple[str, ...] = ()
+    high_settings: Sequence[str] = ()
     held_out: bool = False  # only where no reward contains the metric
     advice: str = ""
 
 
-def _ranges() -> dict[str, Healthy]:
-    ranges: dict[str, Healthy] = {}
-    for metric in (metric for group in CONTENT["group"] for metric in group["metric"]):
-        for values in metric.get("range", ()):
-            settings: dict[str, Any] = {
-                key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
-            }
-            names = settings.pop("of", metric["names"])
-            ranges |= dict.fromkeys(names, Healthy(**settings))
-    return ranges
-
-
-HEALTHY = _ranges()
+HEALTHY = {
+    name: Healthy(**{key: value for key, value in bounds.items() if key != "of"})
+    for group in CONTENT["group"]
+    for metric in group["metric"]
+    for bounds in metric.get("range", ())
+    for name in bounds.get("of", metric["names"])
+}
 
 
 def _expression(name: str) -> re.Pattern[str]:
@@ -88,7 +71,7 @@ DOCUMENTED = [(group, name, _expression(name)) for group, names in GROUPS.items(
 def documented_name(metric: str) -> str | None:
     """Return the name in docs/metrics.md that a metric falls under, with its placeholders; the most literal one."""
     names = [name for _, name, expression in DOCUMENTED if expression.fullmatch(metric)]
-    return max(names, key=_literal, default=None)
+    return max(names, key=lambda name: len(re.sub("|".join(PLACEHOLDERS), "", name)), default=None)
 
 
 def grouped(metrics: Collection[str]) -> dict[str, list[str]]:
@@ -110,11 +93,6 @@ def grouped(metrics: Collection[str]) -> dict[str, list[str]]:
             group = max(reversed(groups[name]), key=sizes.__getitem__)
             members[group].append((order[group, name], metric))
     return {group: [metric for _, metric in sorted(rows)] for group, rows in members.items() if rows}
-
-
-def _literal(name: str) -> int:
-    """Return the number of characters that are no placeholder."""
-    return len(re.sub("|".join(PLACEHOLDERS), "", name))
 
 
 def page() -> str:

@@ -59,12 +59,12 @@ def departures(run: RunRecord) -> list[Departure]:
 
 def held_out_metrics(run: RunRecord) -> set[str]:
     """Return the validation metrics that no reward contains: held-out scorers and the accuracy."""
-    weights = {
-        key.split(".")[2]: float(value)
+    held_out = {
+        f"{VALIDATION}reward/{key.split('.')[2]}"
         for key, value in run.config.items()
-        if key.startswith("reward.scorers.") and key.endswith(".weight")
+        if key.startswith("reward.scorers.") and key.endswith(".weight") and float(value) == 0
     }
-    return {f"{VALIDATION}accuracy", *(f"{VALIDATION}reward/{name}" for name, weight in weights.items() if weight == 0)}
+    return {f"{VALIDATION}accuracy"} | held_out
 
 
 def _bounds(healthy: Healthy, curve: Curve, run: RunRecord) -> tuple[float | None, float | None]:
@@ -72,8 +72,7 @@ def _bounds(healthy: Healthy, curve: Curve, run: RunRecord) -> tuple[float | Non
     first = curve.values[0]
     if healthy.high_settings:
         settings = [_number(run.config.get(key)) for key in healthy.high_settings]
-        known = [value for value in settings if value is not None]
-        return None, min(known, default=None)
+        return None, min((value for value in settings if value is not None), default=None)
     if healthy.share:
         share = _number(run.config.get(healthy.share))
         return (None if share is None else share * first), None
@@ -112,12 +111,8 @@ def _words(healthy: Healthy, low: float | None, high: float | None) -> str:
 
 
 def _distance(value: float, band: Band) -> float:
-    """Return how far a value is outside of a band."""
-    if math.isnan(value):
-        return math.inf
-    return max(
-        -math.inf if band.low is None else band.low - value, -math.inf if band.high is None else value - band.high
-    )
+    low, high = (-math.inf if band.low is None else band.low), (math.inf if band.high is None else band.high)
+    return math.inf if math.isnan(value) else max(low - value, value - high)
 
 
 def _number(value: Any) -> float | None:

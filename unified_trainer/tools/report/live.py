@@ -1,25 +1,28 @@
-"""The pages of a server: the list of runs, and the report of one or several of them, as they are at each request."""
+"""The command watch: pages of the list of runs, and the report of one or several, as they are at each request."""
 
 import functools
 import hashlib
 import re
 import threading
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from http import HTTPStatus
 from pathlib import Path
+from typing import Annotated
 
+import tyro
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.errors import MissingFileError, UserError
+from unified_trainer.basics.ranges import Port, at_least
 from unified_trainer.run.tracking.tracker import VALIDATED
-from unified_trainer.tools.report.differences import Settings, settings_of_run
 from unified_trainer.tools.report.page import SCRIPTS, Frame, render
-from unified_trainer.tools.report.run_folder import CONFIG, RunRecord
-from unified_trainer.tools.report.run_list import RunList, counts, link_to
+from unified_trainer.tools.report.run_folder import CONFIG, RunRecord, name_below
+from unified_trainer.tools.report.run_list import RunList, link_to
 from unified_trainer.tools.report.run_watch import (
     VALIDATIONS,
+    Remembered,
     RunWatch,
     is_inside,
     signature_of,
@@ -27,8 +30,11 @@ from unified_trainer.tools.report.run_watch import (
     stamp_of,
 )
 from unified_trainer.tools.report.sample_videos import SampleVideos
+from unified_trainer.tools.report.tables import Settings, settings_of_run
 from unified_trainer.tools.report.templates import filled, own_file
-from unified_trainer.tools.serve.page_server import Answer, Query, RefusedError
+from unified_trainer.tools.serve.guard import Door
+from unified_trainer.tools.serve.page_server import Answer, Pages, Query, RefusedError
+from unified_trainer.tools.serve.web_server import serve_until_stopped
 
 HTML, SCRIPT = "text/html; charset=utf-8", "text/javascript; charset=utf-8"
 VIDEO = {".mp4": "video/mp4", ".png": "image/png"}
@@ -47,6 +53,29 @@ NUMBER = re.compile("[0-9]{1,12}")  # of a validation's step
 NAME = re.compile(r"[\w-]{1,80}\.(mp4|png)")  # of its videos
 
 
+def watch(
+    folder: Annotated[Path, tyro.conf.Positional] = Path("runs"),
+    port: Port = 8010,
+    host: str = "127.0.0.1",
+    token_variable: str = "",
+    every: Annotated[float, at_least(1, 3600)] = 5.0,
+) -> None:
+    """Show the runs below a folder in a browser, renewed as they go on, until SIGTERM or Ctrl-C. Nothing is written.
+
+    Args:
+        folder: Folder with run directories, at any depth, or one run directory.
+        every: Seconds after which an open page asks for what is new.
+    """
+    if not folder.is_dir():
+        raise MissingFileError(f"watch {folder}: no such folder; name one with run directories")
+    pages = LivePages(folder, every)
+    count = len(pages.watch.runs())
+    if not count:
+        raise MissingFileError(f"watch {folder}: no run directory below it; start a run first or name another folder")
+    said = lambda address: f"{count} run{'s' if count > 1 else ''} at {address}, until Ctrl-C"  # noqa: E731
+    serve_until_stopped(Door(host, port, token_variable), lambda: Pages(pages), said)
+
+
 class LivePages:
     """Answers requests for the pages of the runs below a folder; it only reads."""
 
@@ -55,12 +84,11 @@ class LivePages:
         self._folder, self._every = folder, every
         self.watch = RunWatch(folder)
         self._list = RunList(self.watch)
-        self._pages: OrderedDict[tuple[str, ...], tuple[str, bytes]] = OrderedDict()
-        self._settings: dict[Path, tuple[Hashable, Settings]] = {}
+        self._pages = Remembered[tuple[str, ...], bytes](KEPT)
+        self._settings = Remembered[Path, Settings](MOST_RUNS)
         self._lock = threading.Lock()  # of everything that is remembered
 
     def __call__(self, path: str, query: Query) -> Answer:
-        """Return the answer to a request; RefusedError if there is none."""
         if path == "/":
             return self._runs()
         if path == "/run":
@@ -80,7 +108,7 @@ class LivePages:
             _elements(OF_LIST),
             folder=str(self._folder),
             rows=rows,
-            counts=counts(rows),
+            counts=dict(Counter(row.state for row in rows).most_common()),
             validated=VALIDATED,
             renewed_every=self._every,
         )
@@ -95,16 +123,8 @@ class LivePages:
         return Answer(tag, lambda: self._page(names, folders, tag), HTML, POLICY + FRAMED)
 
     def _page(self, names: tuple[str, ...], folders: Sequence[Path], tag: str) -> bytes:
-        """Return the page of runs, which is made anew if they changed."""
         with self._lock:
-            known = self._pages.get(names)
-            if known is None or known[0] != tag:
-                known = tag, self._made(names, folders)
-            self._pages[names] = known
-            self._pages.move_to_end(names)
-            while len(self._pages) > KEPT:
-                self._pages.popitem(last=False)
-            return known[1]
+            return self._pages.get(names, tag, lambda: self._made(names, folders))
 
     def _made(self, names: Sequence[str], folders: Sequence[Path]) -> bytes:
         frame = Frame(POLICY, _elements(OF_RUNS), self._every, MOST_POINTS, self._settings_of)
@@ -121,11 +141,7 @@ class LivePages:
 
     def _settings_of(self, run: RunRecord) -> Settings:
         """Return the settings of a run beside those of its recipe, which takes half a second, once for each file."""
-        stamp, known = stamp_of(run.folder / CONFIG), self._settings.get(run.folder)
-        if known is None or known[0] != stamp:
-            known = stamp, settings_of_run(run)
-            self._settings[run.folder] = known
-        return known[1]
+        return self._settings.get(run.folder, stamp_of(run.folder / CONFIG), lambda: settings_of_run(run))
 
     def _folder_of(self, name: str) -> Path:
         """Return the directory of a run; a name is only looked up among those found, and never a path."""
@@ -137,11 +153,9 @@ class LivePages:
     def _video_url(self, file: Path) -> str:
         """Return the path of a validation video at this server; another file has another one."""
         folder = file.parent
-        run = folder.parent.parent
-        name = run.name if run == self.watch.root else str(run.relative_to(self.watch.root))
-        inode, size, changed = stamp_of(file) or (0, 0, 0)
-        link = link_to(name).replace("/run?", "/video?", 1)
-        return f"{link}&step={folder.name.removeprefix('step_')}&file={file.name}&at={inode}-{size}-{changed}"
+        link = link_to(name_below(folder.parent.parent, self.watch.root)).replace("/run?", "/video?", 1)
+        at = "-".join(map(str, stamp_of(file) or (0, 0, 0)))
+        return f"{link}&step={folder.name.removeprefix('step_')}&file={file.name}&at={at}"
 
     def _video(self, name: str, step: str, file: str) -> Answer:
         folder = self._folder_of(name)

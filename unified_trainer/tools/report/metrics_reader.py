@@ -36,22 +36,6 @@ class Curve:
     values: tuple[float, ...]
 
 
-class _Points:
-    """The points of one curve as they come."""
-
-    def __init__(self) -> None:
-        self.steps, self.values = array("q"), array("d")
-
-    def add(self, steps: array, values: array) -> None:
-        """Append points, and thin all of them when they are many."""
-        self.steps.extend(steps)
-        self.values.extend(values)
-        if len(self.steps) > 2 * MOST:
-            kept = thinned(np.asarray(self.steps), np.asarray(self.values), MOST)
-            self.steps = array("q", np.asarray(self.steps)[kept].tobytes())
-            self.values = array("d", np.asarray(self.values)[kept].tobytes())
-
-
 class MetricsReader:
     """The metrics of one file; `update` reads what was appended, or all of it if the file was written anew."""
 
@@ -62,7 +46,7 @@ class MetricsReader:
     def _forget(self) -> None:
         self.step = 0  # training steps that the file has
         self.written: float | None = None  # when the last line was, in seconds since 1970
-        self._columns: dict[str, _Points] = {}
+        self._columns: dict[str, tuple[array, array]] = {}  # steps and values
         self._inode, self._end, self._seam, self._number = 0, 0, b"", 0
 
     def update(self) -> None:
@@ -74,12 +58,11 @@ class MetricsReader:
             self._forget()
             return
         with self._file.open("rb") as opened:
-            self._inode, before = os.fstat(opened.fileno()).st_ino, self._inode
+            inode = os.fstat(opened.fileno()).st_ino
             opened.seek(max(self._end - len(self._seam), 0))
-            if self._inode != before or opened.read(len(self._seam)) != self._seam:
-                inode = self._inode
+            if self._inode != inode or opened.read(len(self._seam)) != self._seam:
                 self._forget()
-                self._inode = inode
+            self._inode = inode
             opened.seek(self._end)
             try:
                 for whole in _blocks(opened):
@@ -95,14 +78,20 @@ class MetricsReader:
                 continue
             if name.startswith(TRAIN):
                 self.step = max(self.step, max(steps))
-            self._columns.setdefault(name.removeprefix(TRAIN), _Points()).add(steps, values)
+            name = name.removeprefix(TRAIN)
+            points = self._columns.setdefault(name, (array("q"), array("d")))
+            points[0].extend(steps)
+            points[1].extend(values)
+            if len(points[0]) > 2 * MOST:
+                kept = thinned(np.asarray(points[0]), np.asarray(points[1]), MOST).tolist()
+                self._columns[name] = array("q", (points[0][i] for i in kept)), array("d", (points[1][i] for i in kept))
         self._end += len(whole)
         self._number += whole.count(b"\n")
         self._seam = (self._seam + whole)[-SEAM:]
 
     def curves(self) -> dict[str, Curve]:
         """Return the curves of all metrics by name."""
-        return {name: Curve(name, tuple(column.steps), tuple(column.values)) for name, column in self._columns.items()}
+        return {name: Curve(name, tuple(steps), tuple(values)) for name, (steps, values) in self._columns.items()}
 
 
 def _blocks(opened: BinaryIO) -> Iterator[bytes]:
@@ -123,7 +112,7 @@ def _many(whole: bytes) -> list[Named] | None:
     return metrics_in(whole)
 
 
-def _columns(whole: bytes, file: Path, before: int) -> Iterator[Named]:
+def _columns(whole: bytes, file: Path, before: int) -> list[Named]:
     columns: dict[str, tuple[array, array]] = {}
     for row in objects(whole, file, before):
         step = row.get("step")
@@ -134,8 +123,7 @@ def _columns(whole: bytes, file: Path, before: int) -> Iterator[Named]:
                 steps, values = columns.setdefault(name, (array("q"), array("d")))
                 steps.append(step)
                 values.append(float(value))
-    for name, (steps, values) in columns.items():
-        yield name, steps, values
+    return [(name, *points) for name, points in columns.items()]
 
 
 def thinned(steps: np.ndarray, values: np.ndarray, most: int) -> np.ndarray:

@@ -1,26 +1,32 @@
-"""A report: one HTML file of one or several runs that a browser opens from disk, without a network."""
+"""The command report: one HTML file of one or several runs that a browser opens from disk, without a network."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from unified_trainer.basics.errors import OutputExistsError, UserError
 from unified_trainer.basics.own_files import without_link
+from unified_trainer.basics.ranges import NonNegative
+from unified_trainer.basics.terminal import say
 from unified_trainer.tools.report.charts import chart_groups
-from unified_trainer.tools.report.differences import Settings, differing, last_metrics, settings_of_run
 from unified_trainer.tools.report.healthy import departures
-from unified_trainer.tools.report.metrics_reader import MetricsReader
-from unified_trainer.tools.report.rewards_and_time import phase_times, reward_parts
-from unified_trainer.tools.report.run_folder import METRICS, RunRecord, read_validations
-from unified_trainer.tools.report.run_watch import readable
-from unified_trainer.tools.report.sample_videos import SampleVideos
+from unified_trainer.tools.report.run_folder import RunRecord, read_run, read_validations
+from unified_trainer.tools.report.sample_videos import SampleVideos, VideoFormat, data_uri
 from unified_trainer.tools.report.status import best_of, status_of
+from unified_trainer.tools.report.tables import (
+    Settings,
+    differing,
+    last_metrics,
+    phase_times,
+    reward_parts,
+    settings_of_run,
+)
 from unified_trainer.tools.report.templates import INLINE, filled, inside, own_file
-from unified_trainer.tools.report.videos import VideoFormat, data_uri
 
 MEGABYTE = 10**6
 VIDEO_MEGABYTES = 20.0  # of a page, unless asked otherwise
@@ -28,6 +34,31 @@ BASE64 = 4 / 3  # bytes of a data URI for each byte of a video
 MARK = '<meta name="generator" content="unified-trainer report">'
 HEADLINES = ("reward", "accuracy", "frechet")  # validation metrics at the top
 SCRIPTS = ("curves.js", "samples.js")
+
+
+def report(
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    out: Path = Path("report.html"),
+    video: VideoFormat = "mp4",
+    video_megabytes: NonNegative = VIDEO_MEGABYTES,
+) -> None:
+    """Write one HTML file of runs that a browser opens from disk: curves, samples over training, settings.
+
+    Several runs are compared: curves over each other, samples in columns, last metrics with their spread over seeds.
+
+    Args:
+        runs: Run directories; a run may still go on.
+        out: File to write; a report that is there already is replaced.
+        video: Format of the videos: mp4 as the runs wrote them (H.264), or webm (VP9) for browsers without H.264.
+        video_megabytes: Megabytes of videos in the page; 0 leaves out all, else validations in the middle are left out.
+    """
+    samples, unreadable = write_report(runs, out, video, video_megabytes)
+    line = f"{out}: {out.stat().st_size / MEGABYTE:.1f} MB, {len(samples.videos)} videos"
+    if samples.left_out:
+        line += f"; {samples.left_out} more did not fit into --video-megabytes {video_megabytes:g}"
+    for fault in unreadable:
+        say(f"warning: {fault}")
+    say(line)
 
 
 @dataclass(frozen=True)
@@ -42,30 +73,22 @@ class Frame:
     unreadable: tuple[str, ...] = ()  # why runs that were asked for are not in the page
 
 
-@dataclass(frozen=True)
-class Written:
-    """A report that was written."""
-
-    size: int  # bytes
-    unreadable: tuple[str, ...]  # why some of the runs are not in it
-    videos: int
-    left_out: int  # videos that did not fit
-
-
 def write_report(
     folders: Sequence[Path], out: Path, form: VideoFormat = "mp4", video_megabytes: float = VIDEO_MEGABYTES
-) -> Written:
-    """Write the report of run directories; UserError before anything is written if none of them can be read."""
+) -> tuple[SampleVideos, tuple[str, ...]]:
+    """Write the report of run directories; return its videos, and why some of the runs are not in it.
+
+    Raise UserError, before anything is written, if none of them can be read.
+    """
     check_out(out)
     if video_megabytes < 0:
         raise UserError(f"--video-megabytes must not be negative, but is {video_megabytes}")
-    names = _distinct_names(folders)
+    names = dict(zip(folders, _distinct_names(folders), strict=True))
     runs, settings, unreadable = _readable(folders)
-    names = [name for name, folder in zip(names, folders, strict=True) if folder in settings]
     samples = SampleVideos(lambda file: data_uri(file, form))
     scripts = inside((get_plotlyjs(), *map(own_file, SCRIPTS)))
     frame = Frame(INLINE, scripts, settings=lambda run: settings[run.folder], unreadable=unreadable)
-    text = render(runs, names, samples, int(video_megabytes * MEGABYTE / BASE64), frame)
+    text = render(runs, [names[run.folder] for run in runs], samples, int(video_megabytes * MEGABYTE / BASE64), frame)
     building = out.with_suffix(".tmp")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +96,7 @@ def write_report(
         building.replace(out)
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}); choose another --out") from error
-    return Written(out.stat().st_size, unreadable, len(samples.videos), samples.left_out)
+    return samples, unreadable
 
 
 def _readable(folders: Sequence[Path]) -> tuple[list[RunRecord], dict[Path, Settings], tuple[str, ...]]:
@@ -81,7 +104,7 @@ def _readable(folders: Sequence[Path]) -> tuple[list[RunRecord], dict[Path, Sett
     runs, settings, faults = [], {}, []
     for folder in folders:
         try:
-            run = readable(folder, MetricsReader(folder / METRICS))
+            run = read_run(folder)
             read_validations(folder)
             settings[folder] = settings_of_run(run)
         except UserError as error:
@@ -103,13 +126,7 @@ def check_out(out: Path) -> None:
         raise OutputExistsError(f"--out {out} exists and is no report; choose another file or remove it")
 
 
-def render(
-    runs: Sequence[RunRecord],
-    names: Sequence[str],
-    samples: SampleVideos,
-    limit: float,
-    frame: Frame,
-) -> str:
+def render(runs: Sequence[RunRecord], names: Sequence[str], samples: SampleVideos, limit: float, frame: Frame) -> str:
     """Return the page and fill `samples`, whose videos are bounded by `limit` in bytes, before they are text."""
     validations = [read_validations(run.folder) for run in runs]
     over_time = samples.over_time(validations, limit)
@@ -132,7 +149,6 @@ def render(
 
 
 def _about(run: RunRecord, name: str, extremes: list[dict[str, Any]], frame: Frame) -> dict[str, Any]:
-    """Return what the page says of one run."""
     return {
         "name": name,
         "folder": str(run.folder),
@@ -153,10 +169,12 @@ def _about(run: RunRecord, name: str, extremes: list[dict[str, Any]], frame: Fra
 
 def _start(start: Mapping[str, Any]) -> dict[str, Any]:
     """Return a line of environment.jsonl as rows of a table."""
-    rows = {key: value for key, value in start.items() if key not in ("versions", "git")}
     git = start.get("git") or {}
-    rows["commit"] = f"{git['commit']}{', changed' if git.get('dirty') else ''}" if git.get("commit") else None
-    return rows | {f"version of {key}": value for key, value in (start.get("versions") or {}).items()}
+    commit = f"{git['commit']}{', changed' if git.get('dirty') else ''}" if git.get("commit") else None
+    versions = {f"version of {key}": value for key, value in (start.get("versions") or {}).items()}
+    return (
+        {key: value for key, value in start.items() if key not in ("versions", "git")} | {"commit": commit} | versions
+    )
 
 
 def _distinct_names(folders: Sequence[Path]) -> list[str]:
@@ -165,6 +183,6 @@ def _distinct_names(folders: Sequence[Path]) -> list[str]:
     if len({*paths}) < len(paths):
         raise UserError("report: the same run is named twice; name each one once")
     depth = 1
-    while len(names := {"/".join(path.parts[-depth:]) for path in paths}) < len(paths):
+    while len({*(names := ["/".join(path.parts[-depth:]) for path in paths])}) < len(paths):
         depth += 1
-    return ["/".join(path.parts[-depth:]) for path in paths] if names else []
+    return names

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import Schema, checked, read_yaml
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.run_lock import LOCK
@@ -50,11 +51,6 @@ class RunRecord:
     starts: tuple[dict[str, Any], ...]  # lines of environment.jsonl: the start and every continuation
 
     @property
-    def name(self) -> str:
-        """The name of the directory."""
-        return self.folder.resolve().name
-
-    @property
     def method(self) -> str:
         """The method, as --method names it."""
         return str(self.config.get("method", ""))
@@ -69,29 +65,38 @@ def find_runs(folder: Path) -> list[Path]:
     """Return the run directories below a folder, or the folder itself if it is one, sorted by path."""
     if is_run(folder):
         return [folder]
-    below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
     folders = []
-    for path in below:
+    for path in sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()):
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError):  # removed meanwhile, or of someone else
             folders += find_runs(path)
     return folders
 
 
 def read_run(folder: Path, metrics: MetricsReader | None = None) -> RunRecord:
-    """Return what a run directory holds; RunFolderUnreadableError names what is missing or damaged.
+    """Return what a run directory holds; every fault of its files, which others write, is a RunFolderUnreadableError.
 
     The run may go on meanwhile: a last line that is not whole yet is left out. `metrics` is the reader of its
     metrics.jsonl that earlier calls had, if there were any.
     """
     if not is_run(folder):
         raise RunFolderUnreadableError(f"{folder} is no run directory: it has no {CONFIG}, or nothing beside it")
-    config = settings.flat(read_yaml(folder / CONFIG))
-    checked(_Config, config, str(folder / CONFIG))
     metrics = metrics or MetricsReader(folder / METRICS)
-    metrics.update()
-    checkpoints = tuple(manifest.step_of(path) for path in manifest.folders(folder / "checkpoints"))
-    starts = tuple(_lines(folder / ENVIRONMENT, _Start))
+    try:
+        config = settings.flat(read_yaml(folder / CONFIG))
+        checked(_Config, config, str(folder / CONFIG))
+        metrics.update()
+        checkpoints = tuple(manifest.step_of(path) for path in manifest.folders(folder / "checkpoints"))
+        starts = tuple(_lines(folder / ENVIRONMENT, _Start))
+    except UserError as error:
+        raise RunFolderUnreadableError(str(error)) from error
+    except OSError as error:
+        raise RunFolderUnreadableError(f"{folder} cannot be read ({error.strerror})") from error
     return RunRecord(folder, config, metrics.curves(), metrics.written, metrics.step, checkpoints, starts)
+
+
+def name_below(run: Path, root: Path) -> str:
+    """Return the name of a run in a list of those below a folder, which may be the run itself."""
+    return run.resolve().name if run == root else str(run.relative_to(root))
 
 
 def read_validations(folder: Path) -> tuple[ValidationRecord, ...]:
@@ -115,8 +120,6 @@ class _Config(Schema):
 
 
 class _Start(Schema):
-    """A line of environment.jsonl."""
-
     time: str
     step: Whole
     versions: dict[str, Any] | None = None
@@ -124,8 +127,6 @@ class _Start(Schema):
 
 
 class _Sample(Schema):
-    """A line of samples.jsonl."""
-
     sample: Whole
     seed: Whole
     prompt: str

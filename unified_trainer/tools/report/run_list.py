@@ -3,7 +3,6 @@
 import itertools
 import math
 import time
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,48 +63,38 @@ class RunList:
             signature, known = signature_of(folder), self._rows.get(folder)
             if (known is None or known[0] != signature) and time.monotonic() < until:
                 self._rows[folder] = signature, self._row(name, folder)
-        waiting = (None, None)
-        return [self._rows.get(folder, waiting)[1] or _unread(name) for name, folder in folders.items()]
+        return [
+            self._rows[folder][1]
+            if folder in self._rows
+            else RunRow(name, link_to(name), "reading", "is read with the next refresh")
+            for name, folder in folders.items()
+        ]
 
     def _row(self, name: str, folder: Path) -> RunRow:
         try:
-            return row_of(self._watch.record(folder), name)
+            run = self._watch.record(folder)
         except RunFolderUnreadableError as error:
             return RunRow(name, link_to(name), "unreadable", str(error))
-
-
-def row_of(run: RunRecord, name: str) -> RunRow:
-    """Return what the list shows of a run."""
-    status = status_of(run)
-    suspected = f"hacking suspected at step {status.hacking[0]}" if status.hacking else ""
-    training = next((short for short in SHOWN if short in run.curves), None)
-    first = _spark(run, training, SHOWN[training]) if training else None
-    return RunRow(
-        name,
-        link_to(name),
-        status.state,
-        suspected,
-        status.step,
-        status.steps,
-        run.method,
-        run.config.get("seed", ""),
-        run.written,
-        (first, *(_spark(run, metric, "") for metric in VALIDATED)),
-    )
-
-
-def counts(rows: Sequence[RunRow]) -> dict[str, int]:
-    """Return the number of runs in each state, the most frequent first."""
-    return dict(Counter(row.state for row in rows).most_common())
+        status = status_of(run)
+        training = next((metric for metric in SHOWN if metric in run.curves), None)
+        first = _spark(run, training, SHOWN[training]) if training else None
+        return RunRow(
+            name,
+            link_to(name),
+            status.state,
+            f"hacking suspected at step {status.hacking[0]}" if status.hacking else "",
+            status.step,
+            status.steps,
+            run.method,
+            run.config.get("seed", ""),
+            run.written,
+            (first, *(_spark(run, metric, "") for metric in VALIDATED)),
+        )
 
 
 def link_to(*names: str) -> str:
     """Return the path of the page of runs; a name that is not UTF-8 keeps its bytes."""
     return "/run?" + "&".join(f"name={quote(name, safe='', errors='surrogateescape')}" for name in names)
-
-
-def _unread(name: str) -> RunRow:
-    return RunRow(name, link_to(name), "reading", "is read with the next refresh")
 
 
 def _spark(run: RunRecord, name: str, short: str) -> Spark | None:

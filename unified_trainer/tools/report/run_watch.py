@@ -1,11 +1,10 @@
 """The runs below a folder as they go on: a run is read again only when its files changed, and what grew from there."""
 
 from collections import OrderedDict
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from pathlib import Path
+from typing import Generic, TypeVar
 
-from unified_trainer.basics.errors import UserError
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.tools.report.metrics_reader import MetricsReader
 from unified_trainer.tools.report.run_folder import (
@@ -16,19 +15,33 @@ from unified_trainer.tools.report.run_folder import (
     RunFolderUnreadableError,
     RunRecord,
     find_runs,
+    name_below,
     read_run,
 )
 from unified_trainer.tools.report.status import is_locked
 
 READ = 16  # runs whose metrics stay in memory
 CHECKPOINTS, VALIDATIONS = "checkpoints", "validation"
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 
 
-@dataclass(frozen=True)
-class _Read:
-    signature: Hashable
-    record: RunRecord
-    reader: MetricsReader
+class Remembered(Generic[Key, Value]):
+    """Values that are made anew when their signature changes; of more than `most` those used last stay."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._held = most, OrderedDict[Key, tuple[Hashable, Value]]()
+
+    def get(self, key: Key, signature: Hashable, make: Callable[[], Value]) -> Value:
+        """Return the value of a key."""
+        known = self._held.get(key)
+        if known is None or known[0] != signature:
+            known = signature, make()
+        self._held[key] = known
+        self._held.move_to_end(key)
+        while len(self._held) > self._most:
+            self._held.popitem(last=False)
+        return known[1]
 
 
 class RunWatch:
@@ -36,7 +49,7 @@ class RunWatch:
 
     def __init__(self, folder: Path) -> None:
         self.root = folder.resolve()
-        self._read: OrderedDict[Path, _Read] = OrderedDict()
+        self._records, self._readers = Remembered[Path, RunRecord](READ), Remembered[Path, MetricsReader](READ)
 
     def runs(self) -> dict[str, Path]:
         """Return the run directories by name, which is their path below the folder; none if the folder is gone."""
@@ -44,23 +57,16 @@ class RunWatch:
             folders = find_runs(self.root)
         except OSError:
             return {}
-        return {path.name if path == self.root else str(path.relative_to(self.root)): path for path in folders}
+        return {name_below(path, self.root): path for path in folders}
 
     def record(self, folder: Path) -> RunRecord:
         """Return a run as it is now; RunFolderUnreadableError if it is damaged, gone, or linked to elsewhere."""
-        signature, known = signature_of(folder), self._read.get(folder)
-        if known is not None and known.signature == signature:
-            self._read.move_to_end(folder)
-            return known.record
+        return self._records.get(folder, signature_of(folder), lambda: self._read(folder))
+
+    def _read(self, folder: Path) -> RunRecord:
         for name in (CONFIG, METRICS, ENVIRONMENT):
             self.require_inside(folder / name)
-        reader = known.reader if known is not None else MetricsReader(folder / METRICS)
-        record = readable(folder, reader)
-        self._read[folder] = _Read(signature, record, reader)
-        self._read.move_to_end(folder)
-        while len(self._read) > READ:
-            self._read.popitem(last=False)
-        return record
+        return read_run(folder, self._readers.get(folder, None, lambda: MetricsReader(folder / METRICS)))
 
     def check_samples(self, folder: Path) -> None:
         """Raise RunFolderUnreadableError for a list of validation samples that leads out of the folder."""
@@ -71,16 +77,6 @@ class RunWatch:
         """Raise RunFolderUnreadableError for a link that leads out of the folder."""
         if not is_inside(file, self.root):
             raise RunFolderUnreadableError(f"{file} leads out of {self.root}: put the file there in place of the link")
-
-
-def readable(folder: Path, reader: MetricsReader) -> RunRecord:
-    """Return a run; every fault of its files, which others write and remove, is a RunFolderUnreadableError."""
-    try:
-        return read_run(folder, reader)
-    except UserError as error:
-        raise RunFolderUnreadableError(str(error)) from error
-    except OSError as error:
-        raise RunFolderUnreadableError(f"{folder} cannot be read ({error.strerror})") from error
 
 
 def is_inside(file: Path, folder: Path) -> bool:

@@ -1,14 +1,20 @@
-"""The validation samples of a page as plain data: videos over training time, and best and worst by each scorer."""
+"""The validation samples of a page as plain data: videos over training within a size, best and worst by each scorer."""
 
+import base64
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import av
+
+from unified_trainer.basics.errors import UserError
 from unified_trainer.run.validation.report import ValidationSample
 from unified_trainer.run.validation.samples import EXTREMES
 from unified_trainer.tools.report.charts import finite
 from unified_trainer.tools.report.run_folder import ValidationRecord
-from unified_trainer.tools.report.videos import within
+
+VideoFormat = Literal["mp4", "webm"]
 
 
 class SampleVideos:
@@ -31,9 +37,9 @@ class SampleVideos:
         steps: set[int] = set()
         for run, validations in enumerate(runs):
             shown, samples = within(validations, limit / len(runs))
-            have = sum(sample.video is not None for validation in validations for sample in validation.samples)
             filmed = [[s for s in validation.samples if s.video is not None][:samples] for validation in shown]
-            have -= sum(map(len, filmed))
+            self.left_out += sum(s.video is not None for validation in validations for s in validation.samples)
+            self.left_out -= sum(map(len, filmed))
             for sample in filmed[-1] if filmed else ():
                 self.card(sample)
             common = set.intersection(*({s.sample for s in row} for row in filmed)) if filmed else set()
@@ -45,7 +51,6 @@ class SampleVideos:
                         {"sample": sample.sample, "seed": sample.seed, "prompt": sample.prompt, "cards": {}},
                     )
                     row["cards"].setdefault(str(run), {})[str(validation.step)] = self.card(sample)
-            self.left_out += have
         return {"steps": sorted(steps), "rows": [rows[key] for key in sorted(rows)]}
 
     def extremes(self, validations: Sequence[ValidationRecord]) -> list[dict[str, Any]]:
@@ -67,18 +72,63 @@ class SampleVideos:
         if sample.video is not None and sample.video not in self._positions:
             self._positions[sample.video] = len(self.videos)
             self.videos.append(self._source(sample.video))
+        alone = sample.reward is None or len(sample.scores) == 1  # the reward is then the only score itself
+        scores = sample.scores if alone else {"reward": sample.reward} | sample.scores
         return {
             "sample": sample.sample,
             "seed": sample.seed,
             "prompt": sample.prompt,
-            "scores": _scores(sample),
+            "scores": {name: finite(value) for name, value in scores.items()},
             "accuracy": sample.accuracy,
             "video": self._positions.get(sample.video),
         }
 
 
-def _scores(sample: ValidationSample) -> dict[str, float | None]:
-    """Return the reward, where it is not the only score itself, and all scores."""
-    alone = len(sample.scores) == 1
-    total = {} if sample.reward is None or alone else {"reward": finite(sample.reward)}
-    return total | {name: finite(value) for name, value in sample.scores.items()}
+def data_uri(file: Path, form: VideoFormat) -> str:
+    """Return an image or a video, which is encoded again for webm, as a data URI; UserError if it cannot be read."""
+    try:
+        if file.suffix == ".png":
+            return f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
+        content = file.read_bytes() if form == "mp4" else _webm(file)
+    except (OSError, av.FFmpegError) as error:
+        raise UserError(
+            f"{file} cannot be read as a video ({error}): remove it, or its line in samples.jsonl"
+        ) from error
+    return f"data:video/{form};base64,{base64.b64encode(content).decode()}"
+
+
+def _webm(file: Path) -> bytes:
+    """Return a video as VP9 in WebM, which browsers without H.264 decode."""
+    written = io.BytesIO()
+    with av.open(str(file)) as source, av.open(written, "w", format="webm") as target:
+        read = source.streams.video[0]
+        stream = target.add_stream("libvpx-vp9", rate=read.average_rate)
+        stream.width, stream.height, stream.pix_fmt = read.width, read.height, "yuv420p"
+        stream.options = {"crf": "24", "b": "0", "cpu-used": "5"}
+        for frame in source.decode(read):
+            frame.pts = None
+            target.mux(stream.encode(frame))
+        target.mux(stream.encode())
+    return written.getvalue()
+
+
+def within(validations: Sequence[ValidationRecord], limit: float) -> tuple[tuple[ValidationRecord, ...], int]:
+    """Return validations whose videos are at most `limit` bytes together, and the number of samples of each.
+
+    Validations in the middle are left out evenly at first, then samples: one sample of the first and of the last
+    validation stays unless the limit is 0.
+    """
+    shown = [validation for validation in validations if any(sample.video for sample in validation.samples)]
+    if not shown or limit <= 0:
+        return (), 0
+    sizes = [[sample.video.stat().st_size for sample in validation.samples if sample.video] for validation in shown]
+    samples = max(map(len, sizes))
+    last = len(shown) - 1
+    for stride in range(1, max(last, 1) + 1):
+        kept = sorted({*range(0, last, stride), last})
+        if sum(sum(sizes[i]) for i in kept) <= limit:
+            return tuple(shown[i] for i in kept), samples
+    kept = sorted({0, last})
+    while samples > 1 and sum(sum(sizes[i][:samples]) for i in kept) > limit:
+        samples -= 1
+    return tuple(shown[i] for i in kept), samples

@@ -68,7 +68,6 @@ def status_of(run: RunRecord) -> Status:
 
 
 def _raised(run: RunRecord, name: str) -> tuple[int, ...]:
-    """Return the steps at which a metric is above 0."""
     curve = run.curves.get(name)
     return tuple(s for s, v in zip(curve.steps, curve.values, strict=True) if v > 0) if curve else ()
 

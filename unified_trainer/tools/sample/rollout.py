@@ -1,4 +1,4 @@
-"""The command rollout: it generates and scores samples of a run without training."""
+"""The commands rollout and score: samples of a run without training, and their scores by one reward or more."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +11,12 @@ from unified_trainer.basics.ranges import Count, CountOrZero, Seed
 from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import Video
 from unified_trainer.data.video_files import file_name, to_uint8, write_clip
+from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.device import Device, fitting
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.latents import reward_of
 from unified_trainer.rewards.scorers import check_prompts, check_reward, load_scorers
+from unified_trainer.run.registry import add_families, family_of
 from unified_trainer.run.settings import config as settings
 from unified_trainer.run.settings.command_line import read_reward
 from unified_trainer.tools.load_run import load_role
@@ -39,7 +41,6 @@ def rollout(
     """Write samples of the student, generated with the run's sampler, and their rewards; called again, it continues.
 
     Args:
-        run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's; with :ema the EMA weights.
         prompts: Prompts, or files with one prompt per line.
         output: Folder to write: rollout.json, latents/N.safetensors, scores/NAME.jsonl; it must be empty, absent or
             written by this command.
@@ -49,9 +50,6 @@ def rollout(
         num_videos: Number of samples that are also written as videos/N.mp4, or N.png of images.
         name: Name of these scores; the command score adds more under other names.
         reward: YAML file with a section reward, as in a recipe; by default the reward of the run.
-        device: Device to run on.
-        base: Pipeline folder that the student started from, if it is no longer where the run found it.
-        families: Model families of your own, in place of those of the run.
     """
     requests = read_lines(prompts)
     loaded = load_role(run, "student", base, Mesh.join(device), causal=True, families=families)
@@ -87,8 +85,7 @@ def rollout(
         scorers, _ = load_scorers(rewards, loaded.role.device)
         on_video = _videos(output, num_videos, loaded.run.video.fps)
         mean = folder.score(name, reward_of(scorers, codec, rewards), codec, loaded.role.device, on_video)
-    message = f"{len(samples)} samples in {output}, {drawn} of them new, mean reward {mean:.4g}: {loaded.said}"
-    say(message)
+    say(f"{len(samples)} samples in {output}, {drawn} of them new, mean reward {mean:.4g}: {loaded.said}")
 
 
 def _videos(output: Path, count: int, fps: float) -> Callable[[range, Video], None]:
@@ -102,3 +99,32 @@ def _videos(output: Path, count: int, fps: float) -> Callable[[range, Video], No
                     write_clip(frames, output / "videos" / file_name(number, len(frames)), fps)
 
     return write
+
+
+def score(
+    folder: Annotated[Path, tyro.conf.Positional],
+    reward: Path,
+    name: str,
+    device: Device = "auto",
+    base: Path | None = None,
+) -> None:
+    """Add the scores of another reward to a folder that the command rollout wrote; called again, it continues.
+
+    Only such a folder: it holds latents and their prompts. Videos in mp4 files are not scored.
+
+    Args:
+        folder: Folder that the command rollout wrote.
+        reward: YAML file with a section reward, as in a recipe.
+        name: Name of the scores in scores/NAME.jsonl, which must be absent or of this reward.
+        base: Pipeline folder whose VAE decodes the latents, if it is no longer where the rollouts found it.
+    """
+    rollouts, rewards = RolloutFolder.read(folder), read_reward(reward)
+    check_reward(rewards, rollouts.about["video"]["frames"])
+    mesh = Mesh.join(device)
+    add_families(rollouts.about.get("families", ()))
+    family, path = family_of("--base", str(base or rollouts.about["base"]))
+    codec = family.codec(path, mesh.device, EncoderConfig())
+    scorers, _ = load_scorers(rewards, mesh.device)
+    with fitting(f"a batch of {len(rollouts.parts[0])} samples", "call rollout with a lower --batch"):
+        mean = rollouts.score(name, reward_of(scorers, codec, rewards), codec, mesh.device)
+    say(f"{len(rollouts.samples)} samples in {folder / 'scores' / name}.jsonl, mean reward {mean:.4g}")

@@ -131,8 +131,12 @@ class RolloutFolder:
 
         `on_video` is called with every video that is decoded. Raise OutputExistsError if the name has another reward.
         """
-        settings, table = self.folder / "scores" / f"{name}.json", self.folder / "scores" / f"{name}.jsonl"
-        _check_reward_is(settings, reward.config, name)
+        file, table = self.folder / "scores" / f"{name}.json", self.folder / "scores" / f"{name}.jsonl"
+        settings = json.loads(json.dumps(asdict(reward.config)))
+        if not file.is_file():
+            write_text(file, json.dumps(settings, indent=1) + "\n")
+        elif _scoring(read_json(file)) != _scoring(settings):
+            raise OutputExistsError(f"{file}: the scores {name} are of another reward; give these another --name")
         rows = _whole_rows(table, self.parts)
         with writing(table), open(table, "a", encoding="utf-8", opener=no_follow) as opened:
             for part, numbers in enumerate(self.parts):
@@ -184,17 +188,8 @@ class RolloutFolder:
 
 
 def _checksum(x0: Latents) -> str:
-    """Return the CRC-32 of latents, of their shape and type too."""
     shape = zlib.crc32(f"{x0.dtype} {tuple(x0.shape)}".encode())
     return str(zlib.crc32(x0.contiguous().numpy().tobytes(), shape))
-
-
-def _check_reward_is(file: Path, config: RewardConfig, name: str) -> None:
-    settings = json.loads(json.dumps(asdict(config)))
-    if not file.is_file():
-        write_text(file, json.dumps(settings, indent=1) + "\n")
-    elif _scoring(read_json(file)) != _scoring(settings):
-        raise OutputExistsError(f"{file}: the scores {name} are of another reward; give these another --name")
 
 
 def _scoring(settings: dict[str, Any]) -> dict[str, Any]:

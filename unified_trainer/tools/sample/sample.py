@@ -64,7 +64,6 @@ def sample(
     """Write videos of the student, generated with the steps, solver, guidance and size of its run.
 
     Args:
-        run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's; with :ema the EMA weights.
         prompts: Prompts, or files with one prompt per line; "a | b" with --stream switches from a to b in one video.
         output: Folder to write: N.mp4 or N.png of video N, contact_sheet.png of the first ones, samples.json; it must
             be empty or absent.
@@ -82,9 +81,6 @@ def sample(
             than the run's, of a run without a window, has the longest past of the run.
         sink_frames: Number of them that are always the first frames of the video; by default the run's.
         rolling_sink: Move these first frames along with a video that outgrows the window, also if the run does not.
-        device: Device to run on.
-        base: Pipeline folder that the student started from, if it is no longer where the run found it.
-        families: Model families of your own, in place of those of the run.
     """
     check_empty(output)
     given = () if image is None else (Image.read(image, "--image"),)
@@ -110,8 +106,7 @@ def sample(
         ]
         contact_sheet(sheet, output / "contact_sheet.png")
         without_link(output / "samples.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    message = f"{len(lines)} videos in {output}: {loaded.said}{speed}"
-    say(message)
+    say(f"{len(lines)} videos in {output}: {loaded.said}{speed}")
 
 
 def of_prompts(requests: Sequence[Request], count: int) -> list[str]:
@@ -232,10 +227,9 @@ def _batches(
         part = requests[start : start + batch]
         seeds = range(seed + start, seed + start + len(part))
         if by_chunk:
-            made = _stream(loaded, codec, part, seeds, recache=recache)
+            yield codec, _stream(loaded, codec, part, seeds, recache=recache)
         else:
-            made = iter([draw_latents(loaded, codec, part, seeds)])
-        yield codec, made
+            yield codec, iter([draw_latents(loaded, codec, part, seeds)])
 
 
 class SampledRole(Protocol):

@@ -58,8 +58,8 @@ class BatchQueue(Generic[Job, Result]):
     def take(self) -> list[Queued[Job, Result]]:
         """Remove and return the next batch; [] for an empty queue."""
         batch, _ = self._next() if self._waiting else ([], False)
-        taken = {id(request) for request in batch}
-        self._waiting = [request for request in self._waiting if id(request) not in taken]
+        taken = {*batch}
+        self._waiting = [request for request in self._waiting if request not in taken]
         return batch
 
     def take_all(self) -> list[Queued[Job, Result]]:
@@ -123,22 +123,22 @@ class Batcher(Generic[Job, Result]):
                 return
             self._closed = True
             queued = [request for request in self._queue.take_all() if request.future.set_running_or_notify_cancel()]
-            waiting = [*self._at_work, *queued]
-            self.given_up.set_result(error)  # the thread gives no answer from here on
-        for request in waiting:
-            request.future.set_exception(error)
+            for request in (*self._at_work, *queued):
+                request.future.set_exception(error)
+            self.given_up.set_result(error)
 
     def _run(self) -> None:
         while batch := self._wait_for_batch():
-            waiting = [request for request in batch if request.future.set_running_or_notify_cancel()]
-            if not waiting or not self._begin(waiting):
-                continue
-            outcomes = self._outcomes(waiting)
-            for request, outcome in zip(self._finished(), outcomes, strict=False):  # none are left after `give_up`
-                if isinstance(outcome, Exception):
-                    request.future.set_exception(outcome)
-                else:
-                    request.future.set_result(outcome)
+            outcomes = self._outcomes(batch)
+            with self._changed:
+                if self.given_up.done():
+                    return  # all who wait were answered
+                self._at_work = []
+                for request, outcome in zip(batch, outcomes, strict=True):
+                    if isinstance(outcome, Exception):
+                        request.future.set_exception(outcome)
+                    else:
+                        request.future.set_result(outcome)
 
     def _outcomes(self, batch: Sequence[Queued[Job, Result]]) -> list[Result | Exception]:
         """Return the result of each request of a batch, or its exception.
@@ -153,25 +153,13 @@ class Batcher(Generic[Job, Result]):
                 return [error] * len(batch)
             return [outcome for request in batch for outcome in self._outcomes([request])]
 
-    def _begin(self, batch: list[Queued[Job, Result]]) -> bool:
-        """Note the batch at work; return False, with the answer that all get, if the batcher was given up before."""
-        with self._changed:
-            if not self.given_up.done():
-                self._at_work = batch
-                return True
-        for request in batch:
-            request.future.set_exception(self.given_up.result())
-        return False
-
-    def _finished(self) -> list[Queued[Job, Result]]:
-        """Return the batch at work, which is done; nothing if its requests were answered by `give_up`."""
-        with self._changed:
-            done, self._at_work = self._at_work, []
-            return [] if self.given_up.done() else done
-
     def _wait_for_batch(self) -> list[Queued[Job, Result]]:
-        """Return the next batch when it is due; [] when the queue is closed and empty."""
+        """Return the next batch when it is due, which then is at work; [] when the queue is closed and empty."""
         with self._changed:
-            while (due := self._queue.due_in(time.monotonic())) != 0.0 and not self._closed:
-                self._changed.wait(due)
-            return self._queue.take()
+            while True:
+                while (due := self._queue.due_in(time.monotonic())) != 0.0 and not self._closed:
+                    self._changed.wait(due)
+                taken = self._queue.take()
+                self._at_work = [request for request in taken if request.future.set_running_or_notify_cancel()]
+                if self._at_work or not taken:
+                    return self._at_work

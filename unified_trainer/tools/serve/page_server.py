@@ -9,7 +9,6 @@ from http import HTTPStatus
 from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
@@ -61,15 +60,12 @@ class Pages:
     def app(self) -> ASGIApp:
         """Return the web application."""
         packing = Middleware(GZipMiddleware, minimum_size=PACKED, compresslevel=1)
-        return Starlette(routes=[Route("/{path:path}", self._get, methods=["GET"])], middleware=[packing])
+        return Starlette(routes=[Route("/{path:path}", self._answered, methods=["GET"])], middleware=[packing])
 
     def close(self) -> None:
         """Nothing is left to end."""
 
-    async def _get(self, request: Request) -> Response:
-        return await run_in_threadpool(self._answered, request)
-
-    def _answered(self, request: Request) -> Response:
+    def _answered(self, request: Request) -> Response:  # in a thread, because it is no coroutine
         try:
             answer = self.answer(request.url.path, _query(request))
             tag = f'"{answer.tag}"'

@@ -1,22 +1,39 @@
-"""The command serve: it answers requests for videos of a student over HTTP, for evaluation and other programs."""
+"""The command serve: a student as a service, which answers requests for videos over HTTP as docs/tools.md says."""
 
+import base64
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
+import torch
 import tyro
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Count, Port, at_least
+from unified_trainer.basics.requests import Request
+from unified_trainer.basics.suggestions import must_know
+from unified_trainer.basics.types import Video
+from unified_trainer.data.video_files import to_uint8, write_mp4
+from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.rewards.image_json import prompts_with_images
+from unified_trainer.rewards.video_json import to_json
 from unified_trainer.run.build import cache_memory
 from unified_trainer.run.checkpoint.manifest import Spec, weights_digest
-from unified_trainer.tools.load_run import LoadedRole, load_role
+from unified_trainer.run.settings.config import plain
+from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.report.run_folder import find_runs, is_run
+from unified_trainer.tools.sample.sample import SampledRole, check_images, draw_latents
+from unified_trainer.tools.serve.batch_queue import Batcher
 from unified_trainer.tools.serve.guard import Door
-from unified_trainer.tools.serve.service import Service
-from unified_trainer.tools.serve.student_service import student_service
+from unified_trainer.tools.serve.service import Asked, Service, texts
 from unified_trainer.tools.serve.web_server import serve_until_stopped
+
+KEYS = ("protocol", "prompts", "seeds", "encoding", "images")  # of a request
+MOST_BYTES = 2**24  # of a request
 
 
 def serve(
@@ -35,16 +52,7 @@ def serve(
     The pages of runs are served by watch.
 
     Args:
-        run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's; with :ema the EMA weights.
-        port: Port to listen at; 0 takes a free one.
-        host: Address to listen at.
-        token_variable: Environment variable that holds a token, which clients must then show: as a bearer token, or as
-            the password that a browser asks for. Without one, open the server only to a network that you trust.
         batch: Most videos that are generated together; requests that wait are joined up to it.
-        wait: Seconds that the first request in the queue waits for others.
-        device: Device to run on.
-        base: Pipeline folder that the student started from, if it is no longer where the run found it.
-        families: Model families of your own, in place of those of the run.
     """
     folder, _, ema = Spec.of(run)
     if folder.is_dir() and not is_run(folder) and find_runs(folder):
@@ -54,7 +62,10 @@ def serve(
 
     def load() -> Service:
         loaded = load_role(run, "student", base, Mesh.alone(device), causal=True, families=families)
-        _require_cache(loaded, batch)
+        video = loaded.run.video
+        if loaded.run.sampler.chunks.causal:
+            shape = loaded.family.latent_shape(loaded.base, video.frames, video.height, video.width)
+            cache_memory(loaded.run, loaded.role, shape, batch, "lower --batch")
         codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
         name = f"{folder.resolve().name}@{loaded.metadata['step']}{':ema' if ema else ''}"
         digest = weights_digest(loaded.metadata, "student", ema=ema)
@@ -64,9 +75,76 @@ def serve(
     serve_until_stopped(door, load, lambda address: f"{run} at {address}: POST {address}/sample")
 
 
-def _require_cache(loaded: LoadedRole, batch: int) -> None:
-    """Raise UserError if the KV cache of a causal student does not fit in memory."""
-    video = loaded.run.video
-    if loaded.run.sampler.chunks.causal:
-        shape = loaded.family.latent_shape(loaded.base, video.frames, video.height, video.width)
-        cache_memory(loaded.run, loaded.role, shape, batch, "lower --batch")
+@dataclass(frozen=True)
+class Wanted(Asked):
+    """The samples that one request asks for; all have the size of the run's videos."""
+
+    seeds: list[int]
+    encoding: Literal["float32", "uint8", "mp4"]
+
+
+def student_service(
+    name: str,
+    student: SampledRole,
+    codec: Codec,
+    batch: int,
+    wait: float,
+    weights: str,
+    images: tuple[int, int] = (0, 0),
+) -> Service[Wanted, Video]:
+    """Return a service that generates `batch` videos at a time; the first request waits `wait` seconds for others.
+
+    `name` and `weights`, a digest of the student's weights, are what it says of itself. `images` are how many condition
+    images a sample takes, at least and at most.
+    """
+    video = student.run.video
+
+    @torch.no_grad()
+    def together(requests: Sequence[Wanted]) -> list[Video]:
+        samples = [pair for request in requests for pair in zip(request.prompts, request.seeds, strict=True)]
+        parts = []
+        for start in range(0, len(samples), batch):
+            prompts, seeds = zip(*samples[start : start + batch], strict=True)
+            parts.append(codec.decode(draw_latents(student, codec, Request.of(prompts), seeds)).cpu())
+        return list(torch.cat(parts).split([request.size for request in requests]))
+
+    def read(asked: dict[str, Any]) -> Wanted:
+        wanted = _read(asked)
+        way_out = "send images, a PNG file in base64 for each prompt" if images[0] else "leave images out"
+        check_images(name, images, Request.of(wanted.prompts), way_out)
+        return wanted
+
+    def write(wanted: Wanted, videos: Video) -> dict[str, Any]:
+        if wanted.encoding == "mp4":
+            return {"videos": _mp4_json(videos, video.fps)}
+        return {"videos": to_json(videos, wanted.encoding)}
+
+    about = {"name": name, "frames": video.frames, "height": video.height, "width": video.width, "fps": video.fps}
+    about |= {"latents": list(codec.latent_shape(video.frames, video.height, video.width)), "weights": weights}
+    about |= {"sampler": plain(student.run)["sampler"], "device": student.role.device.type, "images": list(images)}
+    return Service(about, "/sample", read, write, Batcher(together, batch, wait), MOST_BYTES)
+
+
+def _read(asked: dict[str, Any]) -> Wanted:
+    for key in asked:
+        must_know("key of a request", key, KEYS)
+    prompts, seeds, encoding = texts(asked, "prompts"), asked.get("seeds"), asked.get("encoding", "float32")
+    if not prompts:
+        raise UserError("prompts must not be empty")
+    if not isinstance(seeds, list) or not all(type(seed) is int and -(2**63) <= seed < 2**63 for seed in seeds):
+        raise UserError("seeds must be a list of integers of 64 bits")
+    if len(seeds) != len(prompts):
+        raise UserError(f"{len(prompts)} prompts but {len(seeds)} seeds, expected one seed for each")
+    if encoding not in ("float32", "uint8", "mp4"):
+        raise UserError(f"encoding must be float32, uint8 or mp4, not {encoding!r}")
+    return Wanted(prompts_with_images(prompts, asked.get("images")), seeds, encoding)
+
+
+def _mp4_json(videos: Video, fps: float) -> dict[str, Any]:
+    """Return videos as JSON with an H.264 file in base64 for each."""
+    files = []
+    with tempfile.TemporaryDirectory() as folder:
+        for i, frames in enumerate(to_uint8(videos)):
+            write_mp4(frames, Path(folder) / f"{i}.mp4", fps)
+            files.append(base64.b64encode((Path(folder) / f"{i}.mp4").read_bytes()).decode())
+    return {"shape": list(videos.shape), "encoding": "mp4", "data": files}

@@ -1,21 +1,30 @@
-"""The command serve-reward: it answers requests for scores over HTTP, for runs in other environments or machines."""
+"""The command serve-reward: scorers as a service, which answers requests for scores as docs/rewards.md says."""
 
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
+
+import torch
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.plugins import agree_to_scorer
 from unified_trainer.basics.ranges import Count, Port, at_least
+from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.parallel.device import Device, pick_device
 from unified_trainer.rewards.base import Scorer
+from unified_trainer.rewards.image_json import prompts_with_images
 from unified_trainer.rewards.reward import RewardConfig, VideoReward
 from unified_trainer.rewards.scorers import check_of_videos, check_reward, least_frames, load_scorers
 from unified_trainer.rewards.time_limit import watched
+from unified_trainer.rewards.video_json import from_json
 from unified_trainer.run.settings.command_line import read_reward
+from unified_trainer.tools.serve.batch_queue import Batcher
 from unified_trainer.tools.serve.guard import Door
-from unified_trainer.tools.serve.reward_service import reward_service
-from unified_trainer.tools.serve.service import Service
+from unified_trainer.tools.serve.service import Asked, Service, texts
 from unified_trainer.tools.serve.web_server import serve_until_stopped
+
+Score = Callable[[Video, Sequence[str]], PerSample]  # every score is finite
 
 
 def serve_reward(
@@ -36,14 +45,8 @@ def serve_reward(
     Args:
         reward: YAML file with a section reward, as in a recipe, whose weighted sum is served; or a kind of scorer.
         path: Folder of the weights, if --reward is a kind that has some.
-        port: Port to listen at; 0 takes a free one.
-        host: Address to listen at.
-        token_variable: Environment variable that holds a token, which clients must then show: as a bearer token, or as
-            the password that a browser asks for. Without one, open the server only to a network that you trust.
         most_gib: Largest request that is read, in GiB; a larger one is refused.
         batch: Most videos that are scored together; requests that wait are joined up to it.
-        wait: Seconds that the first request in the queue waits for others.
-        device: Device to run on.
     """
     name, config = _served(reward, path)
     frames = least_frames(config)
@@ -77,3 +80,41 @@ def _served(reward: str, path: str) -> tuple[str, RewardConfig]:
     if path:
         raise UserError(f"--path {path}: {reward} names the weights of its scorers; leave --path out")
     return Path(reward).stem, read_reward(Path(reward))
+
+
+@dataclass(frozen=True)
+class Clips(Asked):
+    """The videos of one request, with their prompts."""
+
+    videos: Video
+
+    @property
+    def kind(self) -> Hashable:
+        return (super().kind, *self.videos.shape[1:])
+
+
+def reward_service(
+    name: str, min_frames: int, score: Score, device: torch.device, batch: int, wait: float, most_bytes: int = 2**33
+) -> Service[Clips, list[float]]:
+    """Return a service that scores `batch` videos at a time; the first request waits `wait` seconds for others.
+
+    A request of more than `most_bytes` is refused.
+    """
+
+    def read(asked: dict[str, Any]) -> Clips:
+        videos, prompts = from_json(asked.get("videos")), texts(asked, "prompts")
+        if len(prompts) != len(videos):
+            raise UserError(f"{len(videos)} videos but {len(prompts)} prompts, expected one prompt for each")
+        if videos.shape[2] < min_frames:
+            raise UserError(f"{name} needs at least {min_frames} frames of a video, not {videos.shape[2]}")
+        return Clips(prompts_with_images(prompts, asked.get("images")), videos)
+
+    @torch.no_grad()
+    def together(requests: Sequence[Clips]) -> list[list[float]]:
+        videos = torch.cat([request.videos for request in requests]).to(device)
+        scores = score(videos, tuple(prompt for request in requests for prompt in request.prompts))
+        return [part.tolist() for part in scores.float().split([request.size for request in requests])]
+
+    about = {"name": name, "min_frames": min_frames, "images": True}
+    batcher = Batcher(together, batch, wait)
+    return Service(about, "/score", read, lambda _, scores: {"scores": scores}, batcher, most_bytes)

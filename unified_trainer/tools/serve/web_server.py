@@ -64,14 +64,11 @@ class Site(Protocol):
     """An application and its end."""
 
     @property
-    def given_up(self) -> "Future[Exception]":
-        """Why, once it can give no further answer."""
+    def given_up(self) -> "Future[Exception]": ...  # why, once it can give no further answer
 
-    def app(self) -> ASGIApp:
-        """Return the web application."""
+    def app(self) -> ASGIApp: ...  # the web application
 
-    def close(self) -> None:
-        """End, when the last request was answered."""
+    def close(self) -> None: ...  # when the last request was answered
 
 
 def serve_until_stopped(door: Door, load: Callable[[], Site], said: Callable[[str], str]) -> None:
@@ -82,7 +79,10 @@ def serve_until_stopped(door: Door, load: Callable[[], Site], said: Callable[[st
     """
     door.token()
     with open_port(door.host, door.port) as listener:
-        stop, site = stop_asked(), load()
+        stop = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+        site = load()
         site.given_up.add_done_callback(lambda _: stop.set())
         with serving(site, listener, door) as address:
             say(said(address))
@@ -102,12 +102,12 @@ def serving(site: Site, listener: socket.socket, door: Door | None = None) -> It
     app = Guard(site.app(), door.names(), door.token())
     quiet = {"log_level": "warning", "access_log": False, "server_header": False}
     how = {"http": Connection, "ws": "none", "lifespan": "off", "backlog": max(MOST_OPEN // 2, 1)}  # accepted at a time
-    settings = uvicorn.Config(app, **how, **quiet)
-    web = uvicorn.Server(settings)
+    web = uvicorn.Server(uvicorn.Config(app, **how, **quiet))
     thread = threading.Thread(target=web.run, args=([listener],), name="server")  # no main thread: it takes no signals
     thread.start()
     try:
-        yield address_of(listener)
+        host, port = listener.getsockname()[:2]
+        yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
     finally:
         web.should_exit = True
         thread.join()
@@ -120,17 +120,3 @@ def open_port(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         raise UserError(f"--host {host} --port {port}: {error}; choose another, or 0 for a free port") from error
-
-
-def address_of(listener: socket.socket) -> str:
-    """Return the URL of a server at a listening socket."""
-    host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def stop_asked() -> threading.Event:
-    """Return an event that SIGTERM and Ctrl-C set from now on."""
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    return stop
