@@ -75,12 +75,13 @@ def opened(folder: Path, call: Mapping[str, Any]) -> Comparison:
         try:
             return Comparison(folder, {**call, **size})
         except ProbeError as error:
-            refused, other = error, re.search(r"makes \[(?:\d+, )?(\d+), (\d+)\] where", str(error))
-            if other is None:
+            refused = error
+            instead = {side: int(pixels) for side, pixels in re.findall(r"video\.(\w+) (\d+) in place", str(error))}
+            if not instead:
                 raise
-    if call.get("num_frames", call.get("frames", 1)) > 1:
+    if "frames" in instead or call.get("num_frames", call.get("frames", 1)) > 1:
         raise refused
-    return Comparison(folder, {**call, "height": int(other[1]), "width": int(other[2])})
+    return Comparison(folder, {**call, **size, **instead})
 
 
 def prepared(place: Path, frames: int, *, pictured: bool) -> dict[str, object]:

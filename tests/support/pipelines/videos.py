@@ -443,6 +443,8 @@ def cosmos3(kind: type[d.DiffusionPipeline]) -> d.DiffusionPipeline:
 PROMPT = {"prompt": "a red circle moves left"}
 SIZE = {"height": 32, "width": 48}
 CALL = PROMPT | SIZE | {"num_frames": 5}
+DIVIDED = {"width": 64}  # by patches of a VAE of 16 x 16 pixels
+SQUARE = {"height": 64, "width": 64}
 TEXT = {"max_sequence_length": 16}
 SHORT = CALL | TEXT
 LONG = CALL | {"max_sequence_length": 32}  # with the end of a template
@@ -493,7 +495,7 @@ VIDEOS: dict[str, Small] = dict(
     [
         built("WanPipeline", wan, SHORT),
         built("WanPipeline of two experts", wan, SHORT, second=True),
-        built("WanPipeline with a time per token", wan, SHORT, **WIDE),
+        built("WanPipeline with a time per token", wan, SHORT | DIVIDED, **WIDE),
         built("WanImageToVideoPipeline", wan, SHORT | SEEN, second=True, **BESIDE),
         built("WanImageToVideoPipeline with CLIP", wan, CALL | SEEN, tower="CLIPVisionModel", **READ),
         built(
@@ -504,7 +506,7 @@ VIDEOS: dict[str, Small] = dict(
             pos_embed_seq_len=10,
             **READ,
         ),
-        built("WanImageToVideoPipeline with a time per token", wan, SHORT | SEEN, **WIDE),
+        built("WanImageToVideoPipeline with a time per token", wan, SHORT | DIVIDED | SEEN, **WIDE),
         built("WanVideoToVideoPipeline", wan, PROMPT | SIZE | TEXT | {"video": CLIP}),
         built(
             "WanVACEPipeline",
@@ -581,7 +583,7 @@ VIDEOS: dict[str, Small] = dict(
         built(
             "HunyuanVideo15ImageToVideoPipeline",
             opened,
-            PROMPT | SEEN | {"num_frames": 5},
+            CALL | SQUARE | SEEN,  # it takes no size, and makes squares of this picture
             partial(hunyuan15_folder, image=True),
         ),
         built("LTXPipeline", opened, LARGE, ltx_folder),
