@@ -22,6 +22,7 @@ from unified_trainer.parallel.fsdp import (
     ROUNDED,
     average_gradients,
     exchange_gradients,
+    half_shards,
     is_sharded,
     local_part,
     reshard,
@@ -31,7 +32,6 @@ from unified_trainer.parallel.fsdp import (
     storage_device,
     to_local,
 )
-from unified_trainer.parallel.half_shards import half_shards
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.meter import Meter, Pass
 from unified_trainer.roles.adapter import AdapterConfig

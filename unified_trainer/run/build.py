@@ -49,16 +49,13 @@ from unified_trainer.run.guards.teacher_probe import TeacherProbe
 from unified_trainer.run.load_roles import load_roles
 from unified_trainer.run.offloaded_rollouts import OffloadedRollouts
 from unified_trainer.run.plan.plan import RunPlan, check, described
-from unified_trainer.run.plan.store import store_bytes
-from unified_trainer.run.profile import ProfiledTrainer
 from unified_trainer.run.settings.code import code_of
 from unified_trainer.run.settings.config import RunConfig, plain
 from unified_trainer.run.stop_signal import safe_point
 from unified_trainer.run.summary import summary
-from unified_trainer.run.trainer import Trainer
-from unified_trainer.run.validation.real_clips import distances_of
-from unified_trainer.run.validation.report import Validation, ValidationSource
-from unified_trainer.run.validation.sets import ValidationSets
+from unified_trainer.run.trainer import ProfiledTrainer, Trainer
+from unified_trainer.run.validation.distances import distances_of
+from unified_trainer.run.validation.report import Validation, ValidationSets, ValidationSource
 from unified_trainer.run.workers import cluster
 
 if TYPE_CHECKING:  # Ray is an extra
@@ -175,7 +172,7 @@ def _start_workers(run: RunConfig, plan: RunPlan, requests: Sequence[Request], m
     """Start the workers of a run that has some; they load while training loads."""
     if not (run.rollouts.workers or run.rollouts.evaluation_workers):
         return None
-    needed = store_bytes(plan)
+    needed = plan.store_bytes()
     cluster.connect(run.ray, run.rollouts.cores, mesh, store=needed)
     from unified_trainer.run.workers.group import WorkerGroup
 
@@ -231,7 +228,7 @@ def _rollouts(
         return None
     role, algorithm = _sampled(roles, plan.method.sampled_by), of_kind(RolloutConfig, run.algorithm)
     if workers is not None and run.rollouts.workers:
-        from unified_trainer.run.workers.sources import remote_rollouts
+        from unified_trainer.run.workers.rollouts import remote_rollouts
 
         return remote_rollouts(run, algorithm, workers, role, loader, mesh)
     reward = of_kind(Reward, reward)
@@ -294,7 +291,7 @@ def _validation(
 ) -> ValidationSource | None:
     """Return what validates the student: this process, evaluation workers, or nothing."""
     if workers is not None and run.rollouts.evaluation_workers:
-        from unified_trainer.run.workers.sources import remote_validation
+        from unified_trainer.run.workers.evaluation import remote_validation
 
         return remote_validation(run, workers, roles["student"], reward, requests, mesh)
     if not run.validate_every:

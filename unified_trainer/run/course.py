@@ -9,16 +9,14 @@ from unified_trainer.basics.errors import working_on
 from unified_trainer.parallel.fsdp import cpu_copy
 from unified_trainer.parallel.meter import Meter, step_cost
 from unified_trainer.roles.ema import exchanged
-from unified_trainer.run.checkpoint.due import due
-from unified_trainer.run.checkpoint.manager import Saver
+from unified_trainer.run.checkpoint.manager import Saver, due
 from unified_trainer.run.guards.base import Alarm
 from unified_trainer.run.guards.responses import Response
 from unified_trainer.run.guards.unmoved import UnmovedWeights
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.stop_signal import StepDropped, stop_signal, too_slow_to_stop
 from unified_trainer.run.tracking.tracker import Tracker
-from unified_trainer.run.trainer import Trainer
-from unified_trainer.run.validation.pending import PendingValidation
+from unified_trainer.run.trainer import PendingValidation, Trainer
 from unified_trainer.run.validation.report import ValidationSource
 
 

@@ -1,5 +1,6 @@
 """The plan of a run: everything that can be known, and refused, before any weight is read."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,6 @@ from unified_trainer.roles.blocks import check_compiler
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.manager import Keep
-from unified_trainer.run.plan.causal_teacher import check_causal_teacher
 from unified_trainer.run.plan.data import (
     SETS,
     Clips,
@@ -32,21 +32,28 @@ from unified_trainer.run.plan.data import (
     read_clips,
 )
 from unified_trainer.run.plan.faults import with_others
-from unified_trainer.run.plan.flow_maps import check_flow_maps
+from unified_trainer.run.plan.forms import check_causal_teacher, check_flow_maps, check_sparse
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
 from unified_trainer.run.plan.images import check_images, conditions_on_first_frame
 from unified_trainer.run.plan.length import in_words, note_repeats, row_count, with_steps, with_updates
-from unified_trainer.run.plan.roles import RolePlan, check_roles, left_at_base, plan_roles, role_path, without_adapter
+from unified_trainer.run.plan.roles import (
+    RolePlan,
+    check_roles,
+    left_at_base,
+    plan_roles,
+    role_path,
+    weight_shapes,
+    without_adapter,
+)
 from unified_trainer.run.plan.shift import note_shift
-from unified_trainer.run.plan.sparse import check_sparse
 from unified_trainer.run.registry import family_of, method_named
 from unified_trainer.run.settings.batch import batch_of, check_buffer, sizes, with_fitting_batch
 from unified_trainer.run.settings.command_line import replaced_by_checkpoint
 from unified_trainer.run.settings.config import ConfigError, RunConfig, recipes
 from unified_trainer.run.settings.fitting import fits, general_recipe, recipe_to_add
 from unified_trainer.run.tracking.external import check_tracking
-from unified_trainer.run.tracking.rollouts import check_rollouts
-from unified_trainer.run.validation.real_clips import check_distances
+from unified_trainer.run.tracking.shown import check_rollouts
+from unified_trainer.run.validation.distances import check_distances
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,26 @@ class RunPlan:
         """Whether the training processes score samples, in training or in validations."""
         validates = self.run.validate_every > 0 and not self.run.rollouts.evaluation_workers
         return validates or (self.method.uses_reward and not self.run.rollouts.workers)
+
+    def store_bytes(self) -> int:
+        """Return the bytes that Ray's object store holds at a time: all training steps under way, and one validation.
+
+        Samples are float32 states and ends. Scores, log-densities and videos are small beside them and are left out.
+        """
+        run, config = self.run, self.run.rollouts
+        steps, total = config.ahead + config.super_batch, 0
+        if config.workers and isinstance(run.algorithm, RolloutConfig):
+            samples = self.batch.prompts * self.batch.num_samples
+            states = max(1, run.algorithm.kept_states(run.sampler))
+            total += 4 * steps * samples * states * math.prod(self.latent_shape)
+        sent = [(self.method.sampled_by or "student", steps * bool(config.workers))]
+        sent += [("student", int(bool(config.evaluation_workers)))]
+        for name, versions in sent if config.transport == "object_store" else ():
+            if versions:
+                role = self.roles[name]
+                size = 2 if role.config.precision == "bf16" and role.own_adapter is None else 4
+                total += versions * size * sum(map(math.prod, weight_shapes(name, role).values()))
+        return total
 
     def compared(self) -> dict[str, str]:
         """Return what must be equal on all ranks: adapters and prompts by digest, files by names and sizes."""
