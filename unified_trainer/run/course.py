@@ -165,7 +165,8 @@ class Course:
 
     def _save_and_validate(self, response: Response | None) -> Response | None:
         is_last = self.step == self.settings.steps
-        validates = self.validation is not None and self._validates()
+        every = self.settings.validate_every if self.validation is not None else 0
+        validates = every > 0 and (is_last or self.step % every == 0)
         if (due := self._due(at_once=validates)) is not None:
             response = self._take_effect(due, response, saved=False)
         ends = is_last or self.stopping or response is not None
@@ -179,10 +180,6 @@ class Course:
             if (due := self._due(at_once=is_last)) is not None:
                 response = self._take_effect(due, response, saved=saves)
         return response
-
-    def _validates(self) -> bool:
-        every = self.settings.validate_every
-        return bool(every) and (self.step == self.settings.steps or self.step % every == 0)
 
     def _due(self, *, at_once: bool) -> PendingValidation | None:
         """Return the pending validation if its result takes effect now."""

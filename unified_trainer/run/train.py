@@ -1,5 +1,6 @@
 """Training: a run is checked, built, started or continued, and written into its directory."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -11,7 +12,7 @@ from torch.distributed import Store
 from unified_trainer.basics.errors import writing
 from unified_trainer.basics.terminal import say
 from unified_trainer.basics.versions import version_of
-from unified_trainer.parallel.agreement import assert_equal, flat
+from unified_trainer.parallel.agreement import assert_equal
 from unified_trainer.parallel.device import out_of_memory, set_allocator
 from unified_trainer.parallel.meeting import PeerFailedError, meeting
 from unified_trainer.parallel.mesh import Mesh, peer_lost
@@ -225,7 +226,8 @@ def _note_settings(built: Built, output: Path, argv: Sequence[str], start: int, 
 def _compared(run: RunConfig, output: Path) -> dict[str, str]:
     """Return what must be equal on all ranks before a file is read."""
     versions = {f"the version of {name}": version_of(name) for name in ("unified-trainer", "torch")}
-    return {**versions, **flat(settings.plain(run)), "output": str(output.absolute()), **code_of(run)}
+    given = {key: json.dumps(value) for key, value in settings.flat(settings.plain(run)).items()}
+    return {**versions, **given, "output": str(output.absolute()), **code_of(run)}
 
 
 def _is_finished(run: RunConfig, folder: Path, mesh: Mesh) -> bool:

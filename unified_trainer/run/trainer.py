@@ -116,8 +116,11 @@ class Trainer:
                         last_loss, loss = loss, next(generator, ENDED)
                         self._check_lockstep(last_loss, loss)
                         if isinstance(loss, Loss):
-                            self._backward(loss, len(generators), means, last=number == len(generators))
-                self._check_ranks(loss)
+                            last = number == len(generators) and loss.step_after
+                            self.roles[loss.role].backward(loss.value / len(generators), last=last)
+                            means.add(loss.metrics)
+                            self.messages |= dict.fromkeys(loss.messages)
+                self.mesh.assert_same(_kind(loss))
                 if not isinstance(loss, Loss):
                     self.done = step + 1
                     return means.over(self.mesh)
@@ -136,19 +139,11 @@ class Trainer:
             return (number, total) if number <= total else (0, 0)  # after the last one
         return (number, 0) if number > 1 else (0, 0)
 
-    def _backward(self, loss: Loss, generators: int, means: Means, *, last: bool) -> None:
-        self.roles[loss.role].backward(loss.value / generators, last=last and loss.step_after)
-        means.add(loss.metrics)
-        self.messages |= dict.fromkeys(loss.messages)
-
     def _check_lockstep(self, previous: Loss | object | None, loss: Loss | object) -> None:
         """Raise RuntimeError if two micro-batches of a step yield different losses."""
         if previous is not None and _kind(previous) != _kind(loss):
             name = type(self.method).__name__
             raise RuntimeError(f"{name}: micro-batches disagree on the next loss: {_kind(previous)}, {_kind(loss)}")
-
-    def _check_ranks(self, loss: Loss | object) -> None:
-        self.mesh.assert_same(_kind(loss))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return everything a checkpoint holds; TypeError names a state that is no tensor."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -68,9 +67,7 @@ class Saver:
     def __enter__(self) -> "Saver":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Wait for the write in progress, unless KeyboardInterrupt (a second Ctrl-C) ends the run."""
         self._thread.shutdown(wait=kind is not KeyboardInterrupt)
 
@@ -102,7 +99,7 @@ class Saver:
 
     def check(self) -> None:
         """Raise on all ranks the exception of an asynchronous write that has failed (a collective)."""
-        if self._asynchronous and self._train_mesh.any(any(self._failed(save) for save in self._pending)):
+        if self._asynchronous and self._train_mesh.any(any(save.done() and save.exception() for save in self._pending)):
             self.wait()
 
     def wait(self) -> None:
@@ -145,9 +142,6 @@ class Saver:
         if held is not None and held.keys() != tensors.keys():  # a validation under way adds its weights
             self._stager.state_dict_cache = None
         return self._stager.stage(dict(tensors))
-
-    def _failed(self, pending: Future[None]) -> bool:
-        return pending.done() and pending.exception() is not None
 
     def _do(self, work: Callable[..., None], *arguments: Any) -> None:
         if self._asynchronous:

@@ -125,17 +125,14 @@ class RunPlan:
             parts = [folder / part for part in role.layout.components.values()]
             files = [file for part in parts for file in sorted(part.glob("*.safetensors"))]
             inputs[f"{name}.path"] = files_in_words(files)
-        inputs |= {flag.removeprefix("--"): _in_words(file.requests) for flag, file in self.prompts.items()}
+        for flag, file in self.prompts.items():
+            inputs[flag.removeprefix("--")] = prompts_in_words([request.identity for request in file.requests])
         return inputs | self.clips.in_words()
 
 
 def described(run: RunConfig, family: Family, folder: Path) -> str:
     """Return what was learned about a folder's pipeline at the run's size; "" where its family knows it."""
     return family.describe(folder, (run.video.frames, run.video.height, run.video.width))
-
-
-def _in_words(requests: tuple[Request, ...]) -> str:
-    return prompts_in_words([request.identity for request in requests])
 
 
 def check(run: RunConfig, mesh: Mesh) -> RunPlan:
@@ -184,6 +181,8 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     check_flow_maps(run, method, roles)
     check_roles(run, roles, mesh)
     run.encoders.check(mesh.device.type)
+    # With what the files of the roles decide.
+    filled: dict[str, Any] = {name: role.config for name, role in roles.items() if not method.roles[name].copy_of}
     notes = (
         fitted,
         _misfit(run, method),
@@ -197,7 +196,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         *note_files(run, batch, prompts, clips, mesh.data_size),
     )
     return RunPlan(
-        run=_with_roles(run, method, roles),
+        run=replace(run, **filled),
         method=method,
         roles=roles,
         batch=batch,
@@ -305,12 +304,6 @@ def _check_length(run: RunConfig, batch: BatchPlan, roles: Mapping[str, RolePlan
             raise ConfigError(f"ramp_up.start {run.ramp_up.start}: {error}") from error
     if batch.by_failures and not run.data.shuffle:
         raise ConfigError("data.no-shuffle: prompts are drawn by failures, leave algorithm.failure_below out")
-
-
-def _with_roles(run: RunConfig, method: type[Method], roles: Mapping[str, RolePlan]) -> RunConfig:
-    """Return the run with what the roles' files decide filled in."""
-    settings: dict[str, Any] = {name: role.config for name, role in roles.items() if not method.roles[name].copy_of}
-    return replace(run, **settings)
 
 
 def check_sampling(run: RunConfig, latent_shape: Shape) -> None:

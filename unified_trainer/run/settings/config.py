@@ -307,12 +307,8 @@ def run_class(method: type[Method]) -> type[RunConfig]:
 
     DeclarationError if a role has the name of a setting.
     """
-    if method not in _RUN_CLASSES:
-        _RUN_CLASSES[method] = _new_run_class(method)
-    return _RUN_CLASSES[method]
-
-
-def _new_run_class(method: type[Method]) -> type[RunConfig]:
+    if method in _RUN_CLASSES:
+        return _RUN_CLASSES[method]
     taken = {f.name for f in dataclasses.fields(RunConfig)}
     if both := sorted(taken & method.roles.keys()):
         raise DeclarationError(
@@ -321,7 +317,8 @@ def _new_run_class(method: type[Method]) -> type[RunConfig]:
     sections: dict[str, type] = {"algorithm": method.config_class}
     sections |= {name: spec.config_class for name, spec in method.roles.items() if spec.config_class}
     fields = [(name, kind, field(default_factory=kind)) for name, kind in sections.items()]
-    return dataclasses.make_dataclass("RunConfig", fields, bases=(RunConfig,), frozen=True)
+    _RUN_CLASSES[method] = dataclasses.make_dataclass("RunConfig", fields, bases=(RunConfig,), frozen=True)
+    return _RUN_CLASSES[method]
 
 
 def save(run: RunConfig, file: Path) -> None:
