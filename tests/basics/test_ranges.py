@@ -14,7 +14,7 @@ import pytest
 import unified_trainer as ut
 from unified_trainer.__main__ import COMMANDS, command_named
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.ranges import Range, above, at_least, numeric, range_of
+from unified_trainer.basics.ranges import Range, above, at_least, range_of
 from unified_trainer.methods.base import MethodConfig
 from unified_trainer.rewards.aesthetic import Aesthetic
 from unified_trainer.rewards.base import ScorerConfig
@@ -38,6 +38,11 @@ def run_of(method: str) -> RunConfig:
     """A run of a method with one more scorer, without a recipe."""
     run = run_class(method_named(method))()
     return dataclasses.replace(run, reward=dataclasses.replace(run.reward, scorers={"more": ScorerConfig()}))
+
+
+def numeric(kind: Any) -> bool:
+    """Whether a type is that of a number or consists of such types; a switch is none."""
+    return kind in (int, float) or any(numeric(inner) for inner in typing.get_args(kind))
 
 
 def numbers(tree: Any) -> list[Setting]:

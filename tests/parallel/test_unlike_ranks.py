@@ -12,7 +12,7 @@ from helpers import ALONE, CPU, SMALL
 from unified_trainer.basics.requests import Request
 from unified_trainer.data.captioned import CaptionedVideo
 from unified_trainer.data.prompts import PromptFile
-from unified_trainer.parallel.agreement import assert_equal, differences, files_in_words, flat
+from unified_trainer.parallel.agreement import assert_equal, differences, files_in_words
 from unified_trainer.parallel.mesh import Mesh, RanksDivergedError
 from unified_trainer.run.plan.data import Clips
 from unified_trainer.run.plan.plan import check
@@ -147,10 +147,6 @@ def test_differences_name_item_values_and_ranks():
     assert len(found) == 9 and found[-1] == "and 4 more"
     long = differences([{"a": "v" * 200}, {"a": "w"}])[0]
     assert re.fullmatch(r"a is v{80}\.\.\. \(sha256 \w{12}\) on rank 0 and w on rank 1", long)
-
-
-def test_settings_by_their_dotted_names():
-    assert flat({"a": {"b": 1, "c": {}}, "d": [1], "e": None}) == {"a.b": "1", "a.c": "{}", "d": "[1]", "e": "null"}
 
 
 class TwoRanks(Mesh):

@@ -25,7 +25,7 @@ from unified_trainer.rewards.scorers import load_scorers
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.run.settings.config import ValidationConfig
-from unified_trainer.run.validation.real_clips import distances_of
+from unified_trainer.run.validation.distances import distances_of
 from unified_trainer.run.validation.report import Validation
 from unified_trainer.sampling.solver import SamplerConfig
 

@@ -240,6 +240,7 @@ def test_methods_do_not_inherit():
                     "NamedTuple",
                     "UserError",
                     "RuntimeError",
+                    "AroundRollouts",
                 }, name_of(path)
 
 

@@ -26,8 +26,7 @@ from unified_trainer.rewards.reward import Reward
 from unified_trainer.rewards.scorer_process import ScorerError, ScorerProcess
 from unified_trainer.rewards.scorers import check_reward, load_scorers
 from unified_trainer.run.settings.command_line import parse
-from unified_trainer.run.settings.config import check_resumable, save
-from unified_trainer.run.settings.config_checksum import with_checksum
+from unified_trainer.run.settings.config import check_resumable, save, with_checksum
 
 pytestmark = pytest.mark.slow
 

@@ -308,7 +308,7 @@ def test_an_agreed_place_with_another_program_is_asked_about():
 
 
 def test_agreed_torchscript_is_loaded_from_the_bytes_that_were_agreed_to():
-    from unified_trainer.run.validation.i3d import I3D
+    from unified_trainer.run.validation.distances import I3D
 
     write("i3d.pt", "no TorchScript")
     assert not question("--config", config(validation={"i3d": "i3d.pt"}), "--trust")

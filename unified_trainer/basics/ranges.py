@@ -108,11 +108,6 @@ def range_of(kind: Any) -> Range | None:
     return None
 
 
-def numeric(kind: Any) -> bool:
-    """Whether a type is that of a number or consists of such types; a switch is none."""
-    return kind in (int, float) or any(numeric(inner) for inner in typing.get_args(kind))
-
-
 def reason(limits: Range | None, value: Any) -> str:
     """Return in words why a value is refused, such as "must be above 0, not -1.0"; "" for one that is allowed.
 

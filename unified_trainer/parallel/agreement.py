@@ -42,15 +42,6 @@ def differences(by_rank: Sequence[Mapping[str, str]]) -> list[str]:
     return lines[:NAMED] + more
 
 
-def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
-    """Return nested settings by their dotted names, each value as JSON."""
-    leaves: dict[str, str] = {}
-    for name, value in values.items():
-        inner = isinstance(value, Mapping) and value
-        leaves |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": json.dumps(value)}  # type: ignore[arg-type]
-    return leaves
-
-
 def files_in_words(files: Iterable[Path], texts: Iterable[str] = ()) -> str:
     """Return number, bytes and a digest of files, by their names and sizes, and of texts that belong to them."""
     rows = [(file.name, file.stat().st_size) for file in files]

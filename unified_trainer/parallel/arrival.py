@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.parallel.agreement import in_words
-from unified_trainer.parallel.torchrun import TORCHRUN, environment_number
+from unified_trainer.parallel.torchrun import check_started, environment_number
 
 SAY = 30.0  # seconds between two lines about missing ranks
 LOOK = 1.0  # seconds between two attempts to reach rank 0
@@ -25,8 +25,7 @@ def arrive(size: int, rank: int, minutes: float) -> dist.Store:
     UserError, which names the missing ranks, if they have not after so many minutes, or for absent variables of
     torchrun. The wait prints them every SAY seconds.
     """
-    if absent := [name for name in TORCHRUN if name not in os.environ]:
-        raise UserError(f"WORLD_SIZE is {size}, but {', '.join(absent)} is not set: start the ranks with torchrun")
+    check_started(size)
     end = time.monotonic() + 60 * minutes
     store = _connected(size, rank, end, minutes)
     store.set(f"came {rank}", place())

@@ -1,7 +1,6 @@
 """The ranks of a run: parallel degrees, device meshes, and collectives."""
 
 import math
-import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
@@ -24,7 +23,7 @@ from unified_trainer.parallel.device import (
     use_attention,
     use_tf32,
 )
-from unified_trainer.parallel.torchrun import TORCHRUN, environment_number, size_and_rank
+from unified_trainer.parallel.torchrun import check_started, environment_number, size_and_rank
 
 POINT_BYTES = 128  # longest description that `Mesh.assert_same` compares
 
@@ -152,10 +151,7 @@ class Mesh:
             return cls(picked, config=config)
         timeout = timedelta(minutes=config.timeout_minutes)
         if not dist.is_initialized():
-            if absent := [name for name in TORCHRUN if name not in os.environ]:
-                raise UserError(
-                    f"WORLD_SIZE is {size}, but {', '.join(absent)} is not set: start the ranks with torchrun"
-                )
+            check_started(size)
             if store is None:
                 dist.init_process_group(BACKENDS[picked.type], timeout=timeout)
             else:

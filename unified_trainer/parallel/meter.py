@@ -52,7 +52,7 @@ class Meter:
         # Of the forward and backward passes of these networks, without recomputation. Both are NaN if one is unknown.
         self.flops = 0.0
         self._timeline, self._show, self.note = Timeline(device), show, note
-        self._open: list[_Phase] = []
+        self._open: list[tuple[str, str]] = []  # name and label of each open phase
         self._names: list[str] = []  # of the phase that begins at each point of the timeline
 
     @staticmethod
@@ -74,19 +74,19 @@ class Meter:
     def phase(self, name: str, label: str) -> Iterator[None]:
         """Run a phase; the time of phases inside it is theirs. Inside a phase of its own name it keeps that label."""
         outer = self._open[-1] if self._open else None
-        self._enter(_Phase(name, outer.label if outer is not None and outer.name == name else label))
+        self._enter(name, outer[1] if outer is not None and outer[0] == name else label)
         try:
             yield
         finally:
             self._open.pop()
             if self._open:
-                self._enter(self._open.pop())
+                self._enter(*self._open.pop())
             else:
                 self._timeline.mark()
 
     def detail(self, text: str) -> None:
         """Show how far the present phase is."""
-        self._show(f"{self._open[-1].label}, {text}")
+        self._show(f"{self._open[-1][1]}, {text}")
 
     def add(self, tokens: float, flops: float) -> None:
         """Count the work of a network; a backward pass may do so from another thread."""
@@ -100,18 +100,12 @@ class Meter:
             totals[name] = totals.get(name, 0.0) + spent
         return totals
 
-    def _enter(self, phase: "_Phase") -> None:
-        self._open.append(phase)
-        self._names.append(phase.name)
+    def _enter(self, name: str, label: str) -> None:
+        self._open.append((name, label))
+        self._names.append(name)
         self._timeline.mark()
-        if phase.label:
-            self._show(phase.label)
-
-
-@dataclass(frozen=True)
-class _Phase:
-    name: str
-    label: str
+        if label:
+            self._show(label)
 
 
 _CURRENT: ContextVar[Meter | None] = ContextVar("meter", default=None)

@@ -37,6 +37,12 @@ def size_and_rank() -> tuple[int, int]:
     return size, rank
 
 
+def check_started(size: int) -> None:
+    """Raise UserError unless the variables by which `size` ranks find each other are set."""
+    if absent := [name for name in TORCHRUN if name not in os.environ]:
+        raise UserError(f"WORLD_SIZE is {size}, but {', '.join(absent)} is not set: start the ranks with torchrun")
+
+
 def environment_number(name: str, default: int, least: int = 0) -> int:
     """Return an integer of the environment that torchrun sets; raise UserError, naming the variable, for another."""
     text = os.environ.get(name, str(default))

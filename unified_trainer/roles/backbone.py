@@ -23,6 +23,7 @@ from unified_trainer.parallel.fsdp import (
     average_gradients,
     exchange_gradients,
     full,
+    half_shards,
     is_sharded,
     local_part,
     reshard,
@@ -32,7 +33,6 @@ from unified_trainer.parallel.fsdp import (
     storage_device,
     to_local,
 )
-from unified_trainer.parallel.half_shards import half_shards
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.meter import Meter, Pass
 from unified_trainer.roles.adapter import AdapterConfig

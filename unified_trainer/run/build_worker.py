@@ -22,7 +22,7 @@ from unified_trainer.run.plan.downloads import fetched
 from unified_trainer.run.plan.roles import RolePlan, plan_roles
 from unified_trainer.run.registry import add_families, family_of, method_named, open_model
 from unified_trainer.run.settings.config import RunConfig
-from unified_trainer.run.validation.real_clips import distances_of
+from unified_trainer.run.validation.distances import distances_of
 from unified_trainer.run.validation.samples import SampleMaker
 
 

@@ -9,16 +9,14 @@ from unified_trainer.basics.errors import working_on
 from unified_trainer.parallel.fsdp import cpu_copy
 from unified_trainer.parallel.meter import Meter, step_cost
 from unified_trainer.roles.ema import exchanged
-from unified_trainer.run.checkpoint.due import due
-from unified_trainer.run.checkpoint.manager import Saver
+from unified_trainer.run.checkpoint.manager import Saver, due
 from unified_trainer.run.guards.base import Alarm
 from unified_trainer.run.guards.responses import Response
 from unified_trainer.run.guards.unmoved import UnmovedWeights
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.stop_signal import StepDropped, stop_signal, too_slow_to_stop
 from unified_trainer.run.tracking.tracker import Tracker
-from unified_trainer.run.trainer import Trainer
-from unified_trainer.run.validation.pending import PendingValidation
+from unified_trainer.run.trainer import PendingValidation, Trainer
 from unified_trainer.run.validation.report import ValidationSource
 
 
@@ -167,7 +165,8 @@ class Course:
 
     def _save_and_validate(self, response: Response | None) -> Response | None:
         is_last = self.step == self.settings.steps
-        validates = self.validation is not None and self._validates()
+        every = self.settings.validate_every if self.validation is not None else 0
+        validates = every > 0 and (is_last or self.step % every == 0)
         if (due := self._due(at_once=validates)) is not None:
             response = self._take_effect(due, response, saved=False)
         ends = is_last or self.stopping or response is not None
@@ -181,10 +180,6 @@ class Course:
             if (due := self._due(at_once=is_last)) is not None:
                 response = self._take_effect(due, response, saved=saves)
         return response
-
-    def _validates(self) -> bool:
-        every = self.settings.validate_every
-        return bool(every) and (self.step == self.settings.steps or self.step % every == 0)
 
     def _due(self, *, at_once: bool) -> PendingValidation | None:
         """Return the pending validation if its result takes effect now."""

@@ -7,14 +7,14 @@ from itertools import chain
 from torch import Tensor
 
 from unified_trainer.basics.types import Batch
-from unified_trainer.methods.rl.rollouts import Check, Rollouts, ScoredSamples
+from unified_trainer.methods.rl.rollouts import AroundRollouts, Rollouts, ScoredSamples
 from unified_trainer.parallel.copy_queue import copy_queue
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import Role, Trainable
 
 
-class OffloadedRollouts:
-    """A source of samples of this process around another one: the device has room for sampling while it works.
+class OffloadedRollouts(AroundRollouts):
+    """Samples of another source of this process: the device has room for sampling while it works.
 
     The state of training leaves the device before the first sample and is back after the last score, also after an
     error, so that a checkpoint is whole. The numbers are those of the source.
@@ -22,9 +22,8 @@ class OffloadedRollouts:
 
     def __init__(self, source: Rollouts, roles: Mapping[str, Role], sampler: Role) -> None:
         """`sampler` is the role that makes the samples."""
-        self._source, self._roles, self._sampler = source, roles, sampler
-        self.uniform = source.uniform
-        self.check: Check | None = None  # samples of this process need none
+        super().__init__(source)
+        self._roles, self._sampler = roles, sampler
 
     def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
         with ExitStack() as during:
@@ -32,12 +31,6 @@ class OffloadedRollouts:
             idle = chain(self._idle(), *halved)
             during.enter_context(copy_queue(self._sampler.device).offloaded(idle))
             return self._source.samples(batch, step, rng)
-
-    def metrics(self) -> dict[str, float]:
-        return self._source.metrics()
-
-    def lower_ahead(self) -> None:
-        self._source.lower_ahead()
 
     def _idle(self) -> Iterator[Tensor]:
         """Yield moments, EMA and the weights of networks that do not run."""

@@ -16,10 +16,13 @@ def summary(run: RunConfig, plan: RunPlan, roles: Mapping[str, Role], source: So
     rows = {name: _role(plan.roles[name], role) for name, role in roles.items()}
     encoders = run.encoders.on(next(iter(roles.values())).device.type)
     rows["text encoder"] = encoders.text_precision
-    rows["VAE"] = encoders.vae_precision + (", in CPU memory between uses" if encoders.offload else "")
-    rows["VAE"] += ", one sample at a time" if encoders.vae_slicing else ""
-    rows["VAE"] += f", tiles of {encoders.vae_tile} pixels" if encoders.vae_tile else ""
-    rows["VAE"] += ", channels last" if encoders.vae_channels_last else ""
+    ways = {
+        "in CPU memory between uses": encoders.offload,
+        "one sample at a time": encoders.vae_slicing,
+        f"tiles of {encoders.vae_tile} pixels": encoders.vae_tile,
+        "channels last": encoders.vae_channels_last,
+    }
+    rows["VAE"] = ", ".join([encoders.vae_precision, *(words for words, on in ways.items() if on)])
     for name, config in run.reward.named().items():
         rows["scorer " + name] = _scorer(config)
     if run.reward.offload:

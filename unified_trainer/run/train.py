@@ -1,5 +1,6 @@
 """Training: a run is checked, built, started or continued, and written into its directory."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -11,20 +12,18 @@ from torch.distributed import Store
 from unified_trainer.basics.errors import writing
 from unified_trainer.basics.terminal import say
 from unified_trainer.basics.versions import version_of
-from unified_trainer.parallel.agreement import assert_equal, flat
-from unified_trainer.parallel.device import set_allocator
+from unified_trainer.parallel.agreement import assert_equal
+from unified_trainer.parallel.device import out_of_memory, set_allocator
 from unified_trainer.parallel.meeting import PeerFailedError, meeting
 from unified_trainer.parallel.mesh import Mesh, peer_lost
+from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.run.build import Built, build
-from unified_trainer.run.checkpoint.due import at_risk
-from unified_trainer.run.checkpoint.litter import litter
-from unified_trainer.run.checkpoint.manager import to_remove
-from unified_trainer.run.checkpoint.manifest import finished
+from unified_trainer.run.checkpoint.manager import at_risk, to_remove
+from unified_trainer.run.checkpoint.manifest import finished, litter
 from unified_trainer.run.checkpoint.mirror import mirror_of, saver_of
 from unified_trainer.run.checkpoint.run_lock import LOCK, claimed
 from unified_trainer.run.course import Course
 from unified_trainer.run.exit_codes import STOPPED, exit_code
-from unified_trainer.run.memory_advice import memory_advice
 from unified_trainer.run.plan.downloads import fetched
 from unified_trainer.run.plan.plan import check_given, keep_of
 from unified_trainer.run.registry import add_families
@@ -38,9 +37,8 @@ from unified_trainer.run.settings.workers import check_installed
 from unified_trainer.run.tracking.environment import note_environment
 from unified_trainer.run.tracking.external import tracker_classes
 from unified_trainer.run.tracking.lost_terminal import lasting_output
-from unified_trainer.run.tracking.matching import show_matching
 from unified_trainer.run.tracking.metrics_file import METRICS
-from unified_trainer.run.tracking.rollouts import show_rollouts
+from unified_trainer.run.tracking.shown import show_steps
 from unified_trainer.run.tracking.tracker import Tracker
 from unified_trainer.run.workers import cluster
 
@@ -161,9 +159,43 @@ def started(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[tuple[B
                 tracker.table(f"{run.method}: one training step", built.counts)
                 for line in filter(None, lines):
                     tracker.say(line)
-                show_rollouts(trainer.method, built.codec, built.reward, run, output, tracker)
-                show_matching(trainer.method, built.codec, run, output, tracker)
+                show_steps(trainer.method, built.codec, built.reward, run, output, tracker)
                 yield built, Course(trainer, run, output, tracker, saver, built.validation, start=start)
+
+
+@contextmanager
+def memory_advice(run: RunConfig) -> Iterator[None]:
+    """Add to an out-of-memory error the settings that lower memory most for this run."""
+    try:
+        yield
+    except RuntimeError as error:
+        if out_of_memory(error):
+            error.add_note(f"out of memory: {'; '.join(advice(run)[:3])}")
+        raise
+
+
+def advice(run: RunConfig) -> list[str]:
+    """Return ways to lower the memory of a run, largest effect first; those already taken are left out."""
+    settings = []
+    trained = {name: config for name, config in run.roles.items() if isinstance(config, TrainableConfig)}
+    for name, config in trained.items():
+        if config.activation_memory != "full":
+            less = "selective" if config.activation_memory == "none" else "full"
+            settings.append(f"set --{name}.activation-memory {less}")
+    plan = run.algorithm.plan()
+    if plan.micro_batch > 1:
+        settings.append(f"lower --{plan.keys[3].replace('_', '-')} (now {plan.micro_batch})")
+    for name, config in trained.items():
+        if not config.adapter.rank:
+            settings.append(f"train an adapter: --{name}.adapter.rank 16")
+        if config.precision == "fp32":
+            settings.append(f"set --{name}.precision bf16")
+    if not (run.parallel.offload_optimizer or all(config.adapter.rank for config in trained.values())):
+        settings.append("keep moments in CPU memory: --parallel.offload-optimizer")
+    if not run.parallel.offload_weights:
+        settings.append("use more ranks with --parallel.shard, or --parallel.offload-weights")
+    settings.append("lower --video.frames, --video.height or --video.width")
+    return settings
 
 
 def _tracker(built: Built, output: Path, start: int, mesh: Mesh) -> Tracker:
@@ -194,7 +226,8 @@ def _note_settings(built: Built, output: Path, argv: Sequence[str], start: int, 
 def _compared(run: RunConfig, output: Path) -> dict[str, str]:
     """Return what must be equal on all ranks before a file is read."""
     versions = {f"the version of {name}": version_of(name) for name in ("unified-trainer", "torch")}
-    return {**versions, **flat(settings.plain(run)), "output": str(output.absolute()), **code_of(run)}
+    given = {key: json.dumps(value) for key, value in settings.flat(settings.plain(run)).items()}
+    return {**versions, **given, "output": str(output.absolute()), **code_of(run)}
 
 
 def _is_finished(run: RunConfig, folder: Path, mesh: Mesh) -> bool:

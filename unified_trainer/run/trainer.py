@@ -2,13 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from unified_trainer.basics.errors import working_on
+from unified_trainer.basics.errors import working_on, writing
+from unified_trainer.basics.own_files import without_link
 from unified_trainer.basics.types import Stateful
 from unified_trainer.data.batch_plan import Position
 from unified_trainer.data.loader import Loader
@@ -16,6 +19,7 @@ from unified_trainer.methods.base import Loss, Method
 from unified_trainer.methods.rl.buffer import ExperienceBuffer
 from unified_trainer.methods.rl.rollouts import Rollouts
 from unified_trainer.numerics import philox
+from unified_trainer.parallel.fsdp import cpu_copy
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.meter import detail, phase
 from unified_trainer.parallel.random import Streams
@@ -24,10 +28,35 @@ from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.run.checkpoint import dcp, manifest
 from unified_trainer.run.checkpoint.init_from import UNDER_WAY, initialise
 from unified_trainer.run.guards.responses import Guards, Response
+from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.tracking.tracker import Means
-from unified_trainer.run.validation.pending import PendingValidation
 
 ENDED = object()  # in place of a loss, when a generator has no more
+
+
+@dataclass(frozen=True)
+class PendingValidation:
+    """A validation that was started after `step` training steps."""
+
+    step: int
+    looks: dict[str, float]  # how its samples compare with the teacher's
+    weights: dict[str, Tensor]  # this rank's part of the weights that it samples with, in CPU memory
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Its entry in a checkpoint's manifest."""
+        return {"step": self.step, "looks": self.looks}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors in a checkpoint."""
+        return {f"validation/student/{name}": weight for name, weight in self.weights.items()}
+
+    @classmethod
+    def of_checkpoint(cls, metadata: Mapping[str, Any], student: Trainable) -> "PendingValidation | None":
+        """Return the pending validation of a checkpoint's manifest, if any; its weights are still to be loaded."""
+        held = metadata.get(manifest.VALIDATION_STARTED)
+        return None if held is None else cls(held["step"], held["looks"], cpu_copy(student.weights))
 
 
 class Trainer:
@@ -87,8 +116,11 @@ class Trainer:
                         last_loss, loss = loss, next(generator, ENDED)
                         self._check_lockstep(last_loss, loss)
                         if isinstance(loss, Loss):
-                            self._backward(loss, len(generators), means, last=number == len(generators))
-                self._check_ranks(loss)
+                            last = number == len(generators) and loss.step_after
+                            self.roles[loss.role].backward(loss.value / len(generators), last=last)
+                            means.add(loss.metrics)
+                            self.messages |= dict.fromkeys(loss.messages)
+                self.mesh.assert_same(_kind(loss))
                 if not isinstance(loss, Loss):
                     self.done = step + 1
                     return means.over(self.mesh)
@@ -107,26 +139,18 @@ class Trainer:
             return (number, total) if number <= total else (0, 0)  # after the last one
         return (number, 0) if number > 1 else (0, 0)
 
-    def _backward(self, loss: Loss, generators: int, means: Means, *, last: bool) -> None:
-        self.roles[loss.role].backward(loss.value / generators, last=last and loss.step_after)
-        means.add(loss.metrics)
-        self.messages |= dict.fromkeys(loss.messages)
-
     def _check_lockstep(self, previous: Loss | object | None, loss: Loss | object) -> None:
         """Raise RuntimeError if two micro-batches of a step yield different losses."""
         if previous is not None and _kind(previous) != _kind(loss):
             name = type(self.method).__name__
             raise RuntimeError(f"{name}: micro-batches disagree on the next loss: {_kind(previous)}, {_kind(loss)}")
 
-    def _check_ranks(self, loss: Loss | object) -> None:
-        self.mesh.assert_same(_kind(loss))
-
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Return everything a checkpoint holds; TypeError names a state that is no tensor."""
         tensors = {}
         for name, stateful in self._stateful.items():
             for key, value in stateful.state_dict().items():
-                if not isinstance(value, torch.Tensor):
+                if not isinstance(value, Tensor):
                     kind = type(stateful).__name__
                     raise TypeError(f"{kind}.state_dict: {key} is a {type(value).__name__}, checkpoints hold tensors")
                 tensors[f"{name}/{key}"] = value
@@ -203,3 +227,27 @@ def _kind(loss: Loss | object) -> str:
     if not isinstance(loss, Loss):
         return "end of the step"
     return f"loss of {loss.role}, with{'' if loss.step_after else 'out'} a step after it"
+
+
+class ProfiledTrainer(Trainer):
+    """A trainer of which torch's profiler traces one step, on each rank: RUN/profile/step_N_rank_R.json.
+
+    It is step `profile_step` after the run was started or resumed, or the last one where fewer are left.
+    """
+
+    def __init__(self, *parts: Any, run: RunConfig, folder: Path, **options: Any) -> None:
+        super().__init__(*parts, **options)
+        self._left, self._last, self._folder = run.profile_step, run.steps, folder / "profile"
+
+    def step(self, step: int) -> dict[str, float]:
+        self._left -= 1
+        if self._left and not (self._left > 0 and step + 1 == self._last):
+            return super().step(step)
+        self._left = 0
+        with torch.profiler.profile() as profiler:  # of the CPU, and of an accelerator that it knows
+            metrics = super().step(step)
+        with writing(self._folder):
+            self._folder.mkdir(exist_ok=True)
+            name = f"step_{step + 1}_rank_{self.mesh.rank}.json"
+            profiler.export_chrome_trace(str(without_link(self._folder / name)))
+        return metrics

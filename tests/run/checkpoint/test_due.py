@@ -7,9 +7,9 @@ import pytest
 from helpers import ALONE, CPU, SMALL, assert_same, checkpoint_of, refused, run
 
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.run.checkpoint import due as module
+from unified_trainer.run.checkpoint import manager as module
 from unified_trainer.run.checkpoint import manifest
-from unified_trainer.run.checkpoint.due import ByMinutes, at_risk, due
+from unified_trainer.run.checkpoint.manager import ByMinutes, at_risk, due
 
 
 class Clock:

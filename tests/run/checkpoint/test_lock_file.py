@@ -14,9 +14,8 @@ import pytest
 from helpers import ALONE, SMALL, shell
 
 from unified_trainer.__main__ import main
-from unified_trainer.run.checkpoint import lock_file, run_lock
-from unified_trainer.run.checkpoint.lock_file import STALE, HeldError, LockFile
-from unified_trainer.run.checkpoint.run_lock import RunFolderError, claimed
+from unified_trainer.run.checkpoint import run_lock
+from unified_trainer.run.checkpoint.run_lock import STALE, HeldError, LockFile, RunFolderError, claimed
 
 OF_OTHERS = "process 1 on elsewhere (pid:[1])"
 
@@ -78,7 +77,7 @@ def test_another_machine_holds_it_until_its_heartbeat_is_old(tmp_path):
 def test_a_dead_process_of_this_machine_is_taken_over_at_once(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    held_by(tmp_path, lock_file._identity().replace(str(os.getpid()), str(process.pid), 1), 0)
+    held_by(tmp_path, run_lock._identity().replace(str(os.getpid()), str(process.pid), 1), 0)
     LockFile(tmp_path).release()
     held_by(tmp_path, f"process {process.pid} on {os.uname().nodename} (pid:[1])", 0)  # of another container
     with pytest.raises(HeldError):
@@ -88,20 +87,20 @@ def test_a_dead_process_of_this_machine_is_taken_over_at_once(tmp_path):
 def test_an_old_file_of_someone_who_lives_again_wins(tmp_path, monkeypatch):
     """A holder that was suspended: its file is below the new one, which is given up."""
     first = held_by(tmp_path, OF_OTHERS, STALE + 5)
-    create = lock_file._create
+    create = run_lock._create
 
     def create_late(file, text):
         create(file, text)
         os.utime(first)
 
-    monkeypatch.setattr(lock_file, "_create", create_late)
+    monkeypatch.setattr(run_lock, "_create", create_late)
     with pytest.raises(HeldError, match="elsewhere"):
         LockFile(tmp_path)
     assert names(tmp_path) == [".lock.1"]
 
 
 def test_the_heart_beats(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock_file, "HEARTBEAT", 0.01)
+    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.01)
     renew, renewed = os.utime, threading.Semaphore(0)
 
     def noted(file, *times):
@@ -122,7 +121,7 @@ def test_a_folder_that_cannot_be_written_is_named(without_flock, tmp_path, monke
     def full(file, text):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(lock_file, "_create", full)
+    monkeypatch.setattr(run_lock, "_create", full)
     with pytest.raises(RunFolderError, match=r"cannot be written into \(No space left"), claimed(tmp_path, ALONE):
         pass
 
@@ -165,7 +164,7 @@ def test_a_killed_owner_is_none(without_flock, tmp_path):
     program = """
 import os, signal, sys
 from pathlib import Path
-from unified_trainer.run.checkpoint.lock_file import LockFile
+from unified_trainer.run.checkpoint.run_lock import LockFile
 LockFile(Path(sys.argv[1]))
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -157,7 +157,7 @@ def test_a_save_that_failed_is_an_error_at_the_next_step(tmp_path):
         one.check()
         one.save(1, state(), {})
         with pytest.raises(CheckpointError, match=r"checkpoints cannot be written \(File exists\)"):
-            while one.saving:
+            while not all(save.done() for save in one._pending):
                 one.check()
             one.check()
         one.check()  # told once

@@ -25,8 +25,7 @@ from unified_trainer.run.plan.plan import check
 from unified_trainer.run.registry import METHODS, family_of, method_named
 from unified_trainer.run.settings import config as settings
 from unified_trainer.run.settings.command_line import parse
-from unified_trainer.run.settings.config import ConfigError
-from unified_trainer.run.settings.config_checksum import with_checksum
+from unified_trainer.run.settings.config import ConfigError, with_checksum
 from unified_trainer.run.settings.fitting import fits
 from unified_trainer.tools.help_pages import of_method
 

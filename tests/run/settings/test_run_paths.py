@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from unified_trainer.__main__ import main
 from unified_trainer.run.settings import config as settings
 from unified_trainer.run.settings.command_line import parse
-from unified_trainer.run.settings.config_checksum import is_edited
+from unified_trainer.run.settings.config import is_edited
 from unified_trainer.run.tracking.environment import environment
 from unified_trainer.tools.load_run import load_role
 

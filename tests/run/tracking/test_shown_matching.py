@@ -21,11 +21,11 @@ from unified_trainer.methods.rcm import RCM
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.numerics.flow import add_noise, x0_from_velocity
 from unified_trainer.parallel.random import Streams
+from unified_trainer.rewards.reward import RewardSum
 from unified_trainer.run.registry import METHODS, method_named
 from unified_trainer.run.settings.config import ConfigError, RunConfig, TrackingConfig, ValidationConfig, run_class
-from unified_trainer.run.tracking import matching
-from unified_trainer.run.tracking.matching import show_matching
-from unified_trainer.run.tracking.rollouts import check_rollouts
+from unified_trainer.run.tracking import shown as shown_steps
+from unified_trainer.run.tracking.shown import check_rollouts, show_steps
 
 sys.path.insert(0, str(REPO / "scripts"))
 import make_golden_runs
@@ -72,7 +72,7 @@ def steps_shown(one, run, folder, steps) -> list[int]:
     with tracked(folder) as (tracker, _):
         seen = NotedMatching()
         tracker.add(seen)
-        show_matching(one.method, tiny_codec(), run, folder, tracker)
+        show_steps(one.method, tiny_codec(), RewardSum(RunConfig().reward), run, folder, tracker)
         for step in steps:
             tracker.log(step + 1, one.step(step))
     return [call[0] for call in seen.calls if call[1] != "metrics"]
@@ -81,9 +81,9 @@ def steps_shown(one, run, folder, steps) -> list[int]:
 def test_it_is_what_the_student_learns_from_and_nothing_else_changes(tmp_path, decoded, monkeypatch):
     """Latents from their definitions: the noise and level of each sample, teacher and critic at the weights of then."""
     expected, one, written = of_steps(dmd2(CONFIG, moves=True)), dmd2(CONFIG, moves=True), {}
-    whole = matching.write_samples
+    whole = shown_steps.write_samples
     monkeypatch.setattr(
-        matching,
+        shown_steps,
         "write_samples",
         lambda folder, clips, *rest: written.update({folder: clips}) or whole(folder, clips, *rest),
     )
@@ -92,7 +92,7 @@ def test_it_is_what_the_student_learns_from_and_nothing_else_changes(tmp_path, d
     with tracked(tmp_path) as (tracker, _):
         seen = NotedMatching()
         tracker.add(seen)
-        show_matching(one.method, tiny_codec(), run_of(CONFIG), tmp_path, tracker)
+        show_steps(one.method, tiny_codec(), RewardSum(RunConfig().reward), run_of(CONFIG), tmp_path, tracker)
         metrics = []
         for step in range(3):
             metrics.append(one.step(step))
@@ -154,7 +154,7 @@ def test_only_the_main_rank_shows_it_and_only_where_it_is_asked_for(tmp_path):
     source = one.method.matching.direction
     for run, active in ((run_of(CONFIG), False), (run_of(CONFIG, every=0), True)):
         with tracked(tmp_path, active) as (tracker, _):
-            show_matching(one.method, tiny_codec(), run, tmp_path, tracker)
+            show_steps(one.method, tiny_codec(), RewardSum(RunConfig().reward), run, tmp_path, tracker)
         assert one.method.matching.direction == source
 
 

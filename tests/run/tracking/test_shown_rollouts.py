@@ -11,9 +11,9 @@ from unified_trainer.data.video_files import to_uint8
 from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.finetune import Finetune
 from unified_trainer.run.settings.config import ConfigError, RunConfig, TrackingConfig, ValidationConfig
-from unified_trainer.run.tracking import rollouts
+from unified_trainer.run.tracking import shown as shown_steps
 from unified_trainer.run.tracking.external import ExternalTracker
-from unified_trainer.run.tracking.rollouts import check_rollouts, show_rollouts
+from unified_trainer.run.tracking.shown import check_rollouts, show_steps
 from unified_trainer.run.tracking.tracker import Tracker
 
 GROUPS = DanceGRPOConfig(num_prompts=2, num_samples=2, prompts_per_update=1, rollout_batch=3, update_batch=1)
@@ -50,9 +50,9 @@ def of_steps(trainer) -> list[dict]:
 def test_they_are_those_that_training_learns_from_and_nothing_else_changes(tmp_path, monkeypatch):
     """Their rewards have the mean of the step's metric, their frames are those of its x0; all steps stay the same."""
     written = {}
-    whole = rollouts.write_samples
+    whole = shown_steps.write_samples
     monkeypatch.setattr(
-        rollouts,
+        shown_steps,
         "write_samples",
         lambda folder, clips, *rest: written.update({folder: clips}) or whole(folder, clips, *rest),
     )
@@ -61,7 +61,7 @@ def test_they_are_those_that_training_learns_from_and_nothing_else_changes(tmp_p
     samples = source.samples
     monkeypatch.setattr(source, "samples", lambda *words: made.append(samples(*words)) or made[-1])
     with tracked(tmp_path) as (tracker, noted):
-        show_rollouts(trainer.method, tiny_codec(), trainer.method.reward, RUN, tmp_path, tracker)
+        show_steps(trainer.method, tiny_codec(), trainer.method.reward, RUN, tmp_path, tracker)
         metrics = of_steps(trainer)
     assert metrics == expected
 
@@ -82,7 +82,7 @@ def test_only_the_main_rank_shows_them_and_only_where_they_are_asked_for(tmp_pat
     source, off = trainer.method.rollouts, replace(RUN, tracking=TrackingConfig())
     for run, active in ((RUN, False), (off, True)):
         with tracked(tmp_path, active) as (tracker, _):
-            show_rollouts(trainer.method, tiny_codec(), trainer.method.reward, run, tmp_path, tracker)
+            show_steps(trainer.method, tiny_codec(), trainer.method.reward, run, tmp_path, tracker)
         assert trainer.method.rollouts is source
 
 
@@ -90,7 +90,7 @@ def test_a_full_disk_ends_nothing(tmp_path, capsys):
     (tmp_path / "rollouts").write_text("a file is in the way")
     trainer = dance_grpo(GROUPS)
     with tracked(tmp_path) as (tracker, noted):
-        show_rollouts(trainer.method, tiny_codec(), trainer.method.reward, RUN, tmp_path, tracker)
+        show_steps(trainer.method, tiny_codec(), trainer.method.reward, RUN, tmp_path, tracker)
         of_steps(trainer)
     assert "cannot be written" in capsys.readouterr().out and not noted.calls
 

@@ -14,9 +14,7 @@ from unified_trainer.basics.requests import Request
 from unified_trainer.data.clips import VideoConfig
 from unified_trainer.data.video_files import to_uint8, write_clip
 from unified_trainer.run.settings.config import ValidationConfig
-from unified_trainer.run.validation.distances import distances
-from unified_trainer.run.validation.i3d import I3D
-from unified_trainer.run.validation.real_clips import check_distances, distances_of
+from unified_trainer.run.validation.distances import I3D, check_distances, distances, distances_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the format of the published file
 

@@ -15,7 +15,6 @@ from helpers import ALONE, REPO, SMALL
 from unified_trainer.basics.errors import UserError
 from unified_trainer.run.build import build
 from unified_trainer.run.plan.plan import check
-from unified_trainer.run.plan.store import store_bytes
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.settings.workers import RayConfig
@@ -61,7 +60,7 @@ GRPO = [*SMALL["dance_grpo"], "--rollouts.workers", "1"]
 
 
 def needed(*words: object) -> int:
-    return store_bytes(check(parse([*GRPO, *map(str, words)]), ALONE))
+    return check(parse([*GRPO, *map(str, words)]), ALONE).store_bytes()
 
 
 def test_the_bytes_of_samples_and_weights_on_their_way():

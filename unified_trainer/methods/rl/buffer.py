@@ -18,7 +18,7 @@ from unified_trainer.basics.types import Batch, Rollout, widest
 from unified_trainer.data.loader import Loader
 from unified_trainer.methods.base import Metrics
 from unified_trainer.methods.rl.kept_rollout import HostRollout
-from unified_trainer.methods.rl.rollouts import STORED, Check, Rollouts, ScoredSamples
+from unified_trainer.methods.rl.rollouts import STORED, AroundRollouts, Rollouts, ScoredSamples
 from unified_trainer.parallel.fsdp import to_local, zero_rows
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rewards.reward import Scores
@@ -58,13 +58,12 @@ class FreshRows:
         return [rows[at] for at in new], [ids[at] for at in new]
 
 
-class ExperienceBuffer:
-    """A source of samples around another one, which stores its groups and gives them again in later steps."""
-
-    check: Check | None = None  # that of the source is called
+class ExperienceBuffer(AroundRollouts):
+    """Samples of another source, whose groups it stores and gives again in later steps."""
 
     def __init__(self, source: Rollouts, config: BufferConfig, loader: Loader) -> None:
-        self._source, self._config, self._loader, self.uniform = source, config, loader, source.uniform
+        super().__init__(source)
+        self._config, self._loader = config, loader
         self._reach = torch.tensor(config.capacity)  # newest groups of a slot, of which one is drawn
         self._columns: dict[str, Tensor] = {}  # [samples of an update, updates, capacity, ...]; rows of all ranks
         self._metrics: Metrics = {}
@@ -84,10 +83,10 @@ class ExperienceBuffer:
         return fresh.joined(self._stored(old, rng.uniform("buffer", [slots[row] for row in old]), step, fresh), order)
 
     def metrics(self) -> Metrics:
-        return self._metrics | self._source.metrics()
+        return self._metrics | super().metrics()
 
     def lower_ahead(self) -> None:
-        self._source.lower_ahead()
+        super().lower_ahead()
         self._reach.sub_(1).clamp_(min=1)  # a slot's oldest groups are drawn no more
 
     def allocate(self, shapes: Mapping[str, Sequence[int]]) -> None:

@@ -7,7 +7,7 @@ from unified_trainer.basics.types import Batch
 from unified_trainer.data.loader import Loader
 from unified_trainer.methods.base import Metrics
 from unified_trainer.methods.rl.groups import GroupConfig, equal_groups, gather_ids
-from unified_trainer.methods.rl.rollouts import Check, Rollouts, ScoredSamples
+from unified_trainer.methods.rl.rollouts import AroundRollouts, Rollouts, ScoredSamples
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rewards.reward import RewardSum
 
@@ -17,8 +17,8 @@ def with_replacement(source: Rollouts, config: GroupConfig, reward: RewardSum, l
     return DynamicSampling(source, config, reward, loader) if config.dynamic_sampling_rounds else source
 
 
-class DynamicSampling:
-    """A source of samples around another one, in whose batches groups of equal rewards are replaced.
+class DynamicSampling(AroundRollouts):
+    """Samples of another source, in whose batches groups of equal rewards are replaced.
 
     Groups are replaced until none is left, or for `dynamic_sampling_rounds` rounds. A new group takes the place of an
     old one on the same ranks. Where rollouts must be uniform, all ranks make as many samples as the rank that must
@@ -26,9 +26,8 @@ class DynamicSampling:
     """
 
     def __init__(self, source: Rollouts, config: GroupConfig, reward: RewardSum, loader: Loader) -> None:
-        self._source, self._config, self._reward, self._loader = source, config, reward, loader
-        self.uniform = source.uniform
-        self.check: Check | None = None  # that of the source is called
+        super().__init__(source)
+        self._config, self._reward, self._loader = config, reward, loader
         self._drawn = 0  # groups that were replaced in this step
 
     def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
@@ -53,10 +52,7 @@ class DynamicSampling:
         return samples
 
     def metrics(self) -> Metrics:
-        return {"resampled_groups": float(self._drawn)} | self._source.metrics()
-
-    def lower_ahead(self) -> None:
-        self._source.lower_ahead()
+        return {"resampled_groups": float(self._drawn)} | super().metrics()
 
     def _further(self, samples: ScoredSamples, step: int) -> dict[int, int]:
         """Return further prompts by the slots of the groups of equal rewards that they replace."""

@@ -92,6 +92,21 @@ class Rollouts(Protocol):
         """Make later samples one training step less ahead; all ranks ask for it at the end of the same step."""
 
 
+class AroundRollouts:
+    """A source of samples around another one, and as it is where a subclass does not say otherwise."""
+
+    check: Check | None = None  # that of the source is called
+
+    def __init__(self, source: Rollouts) -> None:
+        self._source, self.uniform = source, source.uniform
+
+    def metrics(self) -> Metrics:
+        return self._source.metrics()
+
+    def lower_ahead(self) -> None:
+        self._source.lower_ahead()
+
+
 def lag_metrics(samples: ScoredSamples, step: int, mesh: Mesh) -> Metrics:
     """Return by how many training steps the weights that samples began with are older than the present ones, if so."""
     lag = (step - mesh.all_gather_cpu(samples.versions)).double()

@@ -23,7 +23,6 @@ from unified_trainer.basics.own_files import without_link
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.reading import fill, shapes_in
 from unified_trainer.run.checkpoint import manifest
-from unified_trainer.run.checkpoint.litter import remove_litter
 from unified_trainer.run.checkpoint.manifest import CheckpointError, Manifest, Spec, damage, find, newest_sound
 
 __all__ = ["CheckpointError", "DiskFull", "Spec", "damage", "find", "load", "newest_sound", "save"]
@@ -134,7 +133,7 @@ def _by_kind(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 def _make_room(root: Path, building: Path, size: int) -> None:
     root.mkdir(parents=True, exist_ok=True)
-    remove_litter(manifest.unfinished(root))
+    manifest.remove_litter(manifest.unfinished(root))
     free = shutil.disk_usage(root).free
     if free < size:
         raise OSError(errno.ENOSPC, f"{size / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free")

@@ -2,11 +2,11 @@
 
 import shutil
 import sys
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -19,9 +19,9 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.run.checkpoint import dcp as checkpoint
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.dcp import CheckpointError, DiskFull
-from unified_trainer.run.checkpoint.litter import remove_litter
 
 Metrics = dict[str, float]  # of a validation
+Due = Callable[[int], bool]  # training steps done -> whether the present one is saved; all ranks ask after every step
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,7 @@ class Saver:
     def __enter__(self) -> "Saver":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Wait for the write in progress, unless KeyboardInterrupt (a second Ctrl-C) ends the run."""
         self._thread.shutdown(wait=kind is not KeyboardInterrupt)
 
@@ -101,13 +99,8 @@ class Saver:
 
     def check(self) -> None:
         """Raise on all ranks the exception of an asynchronous write that has failed (a collective)."""
-        if self._asynchronous and self._train_mesh.any(any(self._failed(save) for save in self._pending)):
+        if self._asynchronous and self._train_mesh.any(any(save.done() and save.exception() for save in self._pending)):
             self.wait()
-
-    @property
-    def saving(self) -> bool:
-        """Whether an asynchronous write is in progress."""
-        return any(not save.done() for save in self._pending)
 
     def wait(self) -> None:
         """Wait for the asynchronous writes and raise the first exception, if any."""
@@ -149,9 +142,6 @@ class Saver:
         if held is not None and held.keys() != tensors.keys():  # a validation under way adds its weights
             self._stager.state_dict_cache = None
         return self._stager.stage(dict(tensors))
-
-    def _failed(self, pending: Future[None]) -> bool:
-        return pending.done() and pending.exception() is not None
 
     def _do(self, work: Callable[..., None], *arguments: Any) -> None:
         if self._asynchronous:
@@ -205,7 +195,7 @@ class Saver:
         """
         if not self._mesh.is_main:
             return
-        remove_litter(manifest.unfinished(self._root))
+        manifest.remove_litter(manifest.unfinished(self._root))
         metrics, torn, unreadable = _read_up_to(step, self._root)
         for folder, fault in unreadable.items():
             self._name(folder, f"warning: {folder} is left as it is: {fault}")
@@ -279,3 +269,35 @@ def _read_up_to(step: int, root: Path) -> tuple[dict[int, Metrics], dict[int, tu
 def _finite(tensor: Tensor) -> bool:
     own = to_local(tensor.detach())
     return not own.is_floating_point() or not own.numel() or bool(torch.stack(own.aminmax()).isfinite().all())
+
+
+def due(steps: int, minutes: float, mesh: Mesh) -> Due:
+    """Return when checkpoints are due; 0 steps or -1 are never, and with 0 minutes no clock is read."""
+
+    def by_steps(step: int) -> bool:
+        return steps > 0 and step % steps == 0
+
+    return ByMinutes(by_steps, minutes, mesh) if minutes else by_steps
+
+
+class ByMinutes:
+    """Due as another rule says, and when so many minutes have passed since the last checkpoint on the main rank."""
+
+    def __init__(self, rule: Due, minutes: float, mesh: Mesh, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns seconds."""
+        self._rule, self._seconds, self._mesh, self._clock = rule, 60 * minutes, mesh, clock
+        self._last = clock()
+
+    def __call__(self, step: int) -> bool:
+        """Return whether the step is saved; the ranks agree (a collective)."""
+        late = self._mesh.is_main and self._clock() - self._last >= self._seconds
+        is_due = self._mesh.any(late) or self._rule(step)
+        if is_due:
+            self._last = self._clock()
+        return is_due
+
+
+def at_risk(steps: int, minutes: float) -> str:
+    """Return in words how much work a failure may cost."""
+    most = f"{steps} steps or {minutes:g} minutes, whichever is less" if steps else f"{minutes:g} minutes"
+    return f"a failure costs at most {most}, and the step under way"

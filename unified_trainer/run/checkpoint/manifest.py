@@ -6,8 +6,10 @@ that a file browser or NFS leaves, unless they would be read as weights.
 
 import json
 import re
+import shutil
 import zlib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +30,9 @@ NOISE = "noise_generator"  # key: what draws the noise of training steps; missin
 POSITION = "position"  # key: the loader's `Position`; missing in checkpoints of earlier versions
 VALIDATION_PENDING = "validation_pending"  # key: the checkpoint was saved before the validation of its step
 VALIDATION_STARTED = "validation_started"  # key: an earlier step whose validation has not taken effect yet, or None
+# Of a run directory: files that were being written anew, and files that tell the file system's time.
+BUILDING = ("config", "environment", "metrics", "mirror", "report", "swanlab", "wandb")
+PROBES = ".lock.now.*"
 Manifest = dict[str, Any]  # version, step, ranks, files, crc32, and the metadata that the run gave
 
 
@@ -115,6 +120,23 @@ def folders(root: Path) -> list[Path]:
 def unfinished(root: Path) -> list[Path]:
     """Return what a killed process was writing or removing below `root`."""
     return sorted(root.glob(".step_*"))
+
+
+def litter(folder: Path) -> list[Path]:
+    """Return what a killed process leaves in a run directory; the next one that holds its lock removes it."""
+    building = [folder / f"{name}.tmp" for name in BUILDING]
+    files = [file for file in building if file.exists() or file.is_symlink()]
+    return [*files, *sorted(folder.glob(PROBES)), *unfinished(folder / "checkpoints")]
+
+
+def remove_litter(paths: list[Path]) -> None:
+    """Remove files, folders and links, of which no target is touched; what cannot be removed stays."""
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)  # NFS keeps files that another process has open
+        else:
+            with suppress(OSError):
+                path.unlink()
 
 
 def step_of(folder: Path) -> int:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from unified_trainer.basics.errors import UserError
@@ -150,11 +149,9 @@ class MirroringSaver(Saver):
         self._copier = ThreadPoolExecutor(1, "mirror")
         self._copies: list[Future[None]] = []
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Wait for the copies too, unless KeyboardInterrupt (a second Ctrl-C) ends the run."""
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, *rest)
         if kind is not KeyboardInterrupt and any(not copy.done() for copy in self._copies):
             self._say(f"waiting for the copies of checkpoints to {self._mirror.remote.shown}")
         self._copier.shutdown(wait=kind is not KeyboardInterrupt, cancel_futures=kind is KeyboardInterrupt)

@@ -101,22 +101,16 @@ class HackingMonitor:
                     self.reference.setdefault(key, seen[key])
         if not self.on or not self._moved("reward", seen) >= self.config.rise:
             return None
-        changes = [self._change(name, seen, "fell") for name in self._held_out if self._fell(name, seen)]
-        changes += [self._change(name, seen, "changed") for name in sorted(seen) if self._drifted(name, seen)]
-        changes += [
-            self._change(name, seen, "fell") for name in (DIVERSITY, IN_TRAINING) if self._collapsed(name, seen)
-        ]
+        pixels = [name for name in sorted(seen) if name.startswith("pixels/") and f"{name}_std" in seen]
+        signs = {
+            "fell": [name for name in self._held_out if name in seen and self._moved(name, seen) <= -self.config.fall],
+            "changed": [name for name in pixels if abs(self._moved(name, seen)) >= self.config.drift],
+        }
+        changes = [self._change(name, seen, verb) for verb, names in signs.items() for name in names]
+        for name in (DIVERSITY, IN_TRAINING):
+            if name in seen and seen[name] < self.config.collapse * self.reference[name]:
+                changes.append(self._change(name, seen, "fell"))
         return f"{self._change('reward', seen, 'rose')} while {', '.join(changes)}" if changes else None
-
-    def _fell(self, name: str, seen: Mapping[str, float]) -> bool:
-        return name in seen and self._moved(name, seen) <= -self.config.fall
-
-    def _drifted(self, name: str, seen: Mapping[str, float]) -> bool:
-        measured = name.startswith("pixels/") and f"{name}_std" in seen
-        return measured and abs(self._moved(name, seen)) >= self.config.drift
-
-    def _collapsed(self, name: str, seen: Mapping[str, float]) -> bool:
-        return name in seen and seen[name] < self.config.collapse * self.reference[name]
 
     def _moved(self, name: str, seen: Mapping[str, float]) -> float:
         """Return Cohen's d of a metric against its first value; infinite if there is no spread."""

@@ -39,7 +39,7 @@ def check_images(
 
     `scores` says whether the run scores samples, in training or in validations.
     """
-    folders = _folders(roles)
+    folders = {name: family_of(name, role.path) for name, role in roles.items()}
     takes = {name: family.images(folder) for name, (family, folder) in folders.items()}
     if not _has_images(run, *folders["student"], prompts):
         if needy := [name for name, (fewest, _) in takes.items() if fewest]:
@@ -100,7 +100,3 @@ def _count(key: str, file: PromptFile, fewest: int, most: int) -> int:
         without = file.places[counts[0]]
         raise ConfigError(f"{without} has no condition image, and others have one: put them into two files")
     return next(iter(counts))
-
-
-def _folders(roles: Mapping[str, RolePlan]) -> dict[str, tuple[Family, Path]]:
-    return {name: family_of(name, role.path) for name, role in roles.items()}

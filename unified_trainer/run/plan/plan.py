@@ -1,5 +1,6 @@
 """The plan of a run: everything that can be known, and refused, before any weight is read."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,6 @@ from unified_trainer.roles.blocks import check_compiler
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.manager import Keep
-from unified_trainer.run.plan.causal_teacher import check_causal_teacher
 from unified_trainer.run.plan.data import (
     SETS,
     Clips,
@@ -32,21 +32,28 @@ from unified_trainer.run.plan.data import (
     read_clips,
 )
 from unified_trainer.run.plan.faults import with_others
-from unified_trainer.run.plan.flow_maps import check_flow_maps
+from unified_trainer.run.plan.forms import check_causal_teacher, check_flow_maps, check_sparse
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
 from unified_trainer.run.plan.images import check_images, conditions_on_first_frame
 from unified_trainer.run.plan.length import in_words, note_repeats, row_count, with_steps, with_updates
-from unified_trainer.run.plan.roles import RolePlan, check_roles, left_at_base, plan_roles, role_path, without_adapter
+from unified_trainer.run.plan.roles import (
+    RolePlan,
+    check_roles,
+    left_at_base,
+    plan_roles,
+    role_path,
+    weight_shapes,
+    without_adapter,
+)
 from unified_trainer.run.plan.shift import note_scheduler
-from unified_trainer.run.plan.sparse import check_sparse
 from unified_trainer.run.registry import family_of, method_named
 from unified_trainer.run.settings.batch import batch_of, check_buffer, sizes, with_fitting_batch
 from unified_trainer.run.settings.command_line import replaced_by_checkpoint
 from unified_trainer.run.settings.config import ConfigError, RunConfig, recipes
 from unified_trainer.run.settings.fitting import fits, general_recipe, recipe_to_add
 from unified_trainer.run.tracking.external import check_tracking
-from unified_trainer.run.tracking.rollouts import check_rollouts
-from unified_trainer.run.validation.real_clips import check_distances
+from unified_trainer.run.tracking.shown import check_rollouts
+from unified_trainer.run.validation.distances import check_distances
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,26 @@ class RunPlan:
         validates = self.run.validate_every > 0 and not self.run.rollouts.evaluation_workers
         return validates or (self.method.uses_reward and not self.run.rollouts.workers)
 
+    def store_bytes(self) -> int:
+        """Return the bytes that Ray's object store holds at a time: all training steps under way, and one validation.
+
+        Samples are float32 states and ends. Scores, log-densities and videos are small beside them and are left out.
+        """
+        run, config = self.run, self.run.rollouts
+        steps, total = config.ahead + config.super_batch, 0
+        if config.workers and isinstance(run.algorithm, RolloutConfig):
+            samples = self.batch.prompts * self.batch.num_samples
+            states = max(1, run.algorithm.kept_states(run.sampler))
+            total += 4 * steps * samples * states * math.prod(self.latent_shape)
+        sent = [(self.method.sampled_by or "student", steps * bool(config.workers))]
+        sent += [("student", int(bool(config.evaluation_workers)))]
+        for name, versions in sent if config.transport == "object_store" else ():
+            if versions:
+                role = self.roles[name]
+                size = 2 if role.config.precision == "bf16" and role.own_adapter is None else 4
+                total += versions * size * sum(map(math.prod, weight_shapes(name, role).values()))
+        return total
+
     def compared(self) -> dict[str, str]:
         """Return what must be equal on all ranks: adapters and prompts by digest, files by names and sizes."""
         inputs = {f"{name}.adapter": role.config.adapter.sha256 for name, role in self.roles.items()}
@@ -98,17 +125,14 @@ class RunPlan:
             parts = [folder / part for part in role.layout.components.values()]
             files = [file for part in parts for file in sorted(part.glob("*.safetensors"))]
             inputs[f"{name}.path"] = files_in_words(files)
-        inputs |= {flag.removeprefix("--"): _in_words(file.requests) for flag, file in self.prompts.items()}
+        for flag, file in self.prompts.items():
+            inputs[flag.removeprefix("--")] = prompts_in_words([request.identity for request in file.requests])
         return inputs | self.clips.in_words()
 
 
 def described(run: RunConfig, family: Family, folder: Path) -> str:
     """Return what was learned about a folder's pipeline at the run's size; "" where its family knows it."""
     return family.describe(folder, (run.video.frames, run.video.height, run.video.width))
-
-
-def _in_words(requests: tuple[Request, ...]) -> str:
-    return prompts_in_words([request.identity for request in requests])
 
 
 def check(run: RunConfig, mesh: Mesh) -> RunPlan:
@@ -157,6 +181,8 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     check_flow_maps(run, method, roles)
     check_roles(run, roles, mesh)
     run.encoders.check(mesh.device.type)
+    # With what the files of the roles decide.
+    filled: dict[str, Any] = {name: role.config for name, role in roles.items() if not method.roles[name].copy_of}
     notes = (
         fitted,
         _misfit(run, method),
@@ -171,7 +197,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         *note_files(run, batch, prompts, clips, mesh.data_size),
     )
     return RunPlan(
-        run=_with_roles(run, method, roles),
+        run=replace(run, **filled),
         method=method,
         roles=roles,
         batch=batch,
@@ -279,12 +305,6 @@ def _check_length(run: RunConfig, batch: BatchPlan, roles: Mapping[str, RolePlan
             raise ConfigError(f"ramp_up.start {run.ramp_up.start}: {error}") from error
     if batch.by_failures and not run.data.shuffle:
         raise ConfigError("data.no-shuffle: prompts are drawn by failures, leave algorithm.failure_below out")
-
-
-def _with_roles(run: RunConfig, method: type[Method], roles: Mapping[str, RolePlan]) -> RunConfig:
-    """Return the run with what the roles' files decide filled in."""
-    settings: dict[str, Any] = {name: role.config for name, role in roles.items() if not method.roles[name].copy_of}
-    return replace(run, **settings)
 
 
 def check_sampling(run: RunConfig, latent_shape: Shape) -> None:

@@ -3,7 +3,7 @@
 And --resume s3://bucket/mine: a run that its mirror holds is copied into a run directory, which is continued.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,40 +28,30 @@ def without_auto(argv: Sequence[str], store: Store | None = None) -> list[str]:
     given = {_flag(name): values for name, values in split(argv)}
     resumed = "".join(given.get("--resume", []))
     if "://" in resumed:
-        copied = _restored(resumed, given.get("--output", []), store)
+        from unified_trainer.run.checkpoint.restore import restore
+
+        output = given.get("--output", [])
+        copied = _by_main_rank(store, "restored", lambda: restore(resumed, Path(output[0]) if output else None))
         return [*_without(argv, {"--resume", "--output"}), f"--resume={copied}"]
     if resumed != AUTO:
         return list(argv)
     if not given.get("--output"):
         raise ConfigError("--resume auto needs --output DIR, the folder of the run that it begins or continues")
     folder = Path(given["--output"][0])
-    if not _holds_run(folder, store):
+    if _by_main_rank(store, "continues", (folder / "config.yaml").is_file) != str(True):
         return _without(argv, {"--resume"})
     saved = flat(read_yaml(folder / "config.yaml"))
     pinned = {name for name, values in given.items() if values and _is_pinned(saved, name, values[0])}
     return [*_without(argv, {"--resume", "--config", *pinned}), f"--resume={folder}"]
 
 
-def _holds_run(folder: Path, store: Store | None) -> bool:
-    """Return whether the main rank finds a run in the folder: a shared disk may show ranks different states."""
-    continues = (folder / "config.yaml").is_file()
+def _by_main_rank(store: Store | None, key: str, work: Callable[[], object]) -> str:
+    """Return as text what the main rank finds: a shared disk may show ranks different states."""
     if store is None:
-        return continues
+        return str(work())
     if size_and_rank()[1] == 0:
-        store.set("continues", str(continues))
-    return store.get("continues").decode() == str(True)
-
-
-def _restored(address: str, output: Sequence[str], store: Store | None) -> str:
-    """Return the run directory into which the main rank has copied a mirror."""
-    from unified_trainer.run.checkpoint.restore import restore
-
-    folder = Path(output[0]) if output else None
-    if store is None:
-        return str(restore(address, folder))
-    if size_and_rank()[1] == 0:
-        store.set("restored", str(restore(address, folder)))
-    return store.get("restored").decode()
+        store.set(key, str(work()))
+    return store.get(key).decode()
 
 
 def _is_pinned(saved: Mapping[str, Any], flag: str, value: str) -> bool:

@@ -14,11 +14,8 @@ PACKAGE = Path(__file__).parents[2]
 
 def code_of(run: RunConfig) -> dict[str, str]:
     """Return a digest of this package, and of the user's own code that a setting names, with the modules beside it."""
-    digests = {
-        "the code of unified_trainer": _in_words(
-            {str(file): file.read_bytes() for file in sorted(PACKAGE.rglob("*.py"))}
-        )
-    }
+    own = {str(file): file.read_bytes() for file in sorted(PACKAGE.rglob("*.py"))}
+    digests = {"the code of unified_trainer": _in_words(own)}
     for key, value in flat(plain(run)).items():
         if OBJECTS.fullmatch(key):
             for spec in value if isinstance(value, list) else [value]:
@@ -31,11 +28,8 @@ def check_code_of_workers(own: Mapping[str, str], workers: Mapping[str, Mapping[
     """Raise UserError that names each worker whose code is not that of training."""
     for name, code in workers.items():
         if code != own:
-            unlike = [
-                f"{item} is {code.get(item)} there and {mine} here"
-                for item, mine in own.items()
-                if code.get(item) != mine
-            ]
+            items = [item for item in own if code.get(item) != own[item]]
+            unlike = [f"{item} is {code.get(item)} there and {own[item]} here" for item in items]
             raise UserError(f"{name} has other code than training: {'; '.join(unlike)}. Install the same on all nodes")
 
 

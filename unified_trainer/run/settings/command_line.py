@@ -300,14 +300,7 @@ def _other_methods_named(run: RunConfig) -> Iterator[None]:
 def _with_file(tree: Any, values: Mapping[str, Any], file: str) -> Any:
     """Apply the values of a file by the same parser as flags."""
     tree = _with_named(tree, values)
-    known = _known(tree)
-    changed = {key: value for key, value in values.items() if key not in known or not _equal(known[key].default, value)}
-    return apply(tree, words_of(changed, known, file), file) if changed else tree
-
-
-def _equal(default: Any, value: Any) -> bool:
-    """Whether a file's value is the one that a setting has: the parser, which takes long for each, need not see it."""
-    return type(default) is type(value) and default == value
+    return apply(tree, words_of(values, _known(tree), file), file) if values else tree
 
 
 def _with_named(tree: Any, given: Mapping[str, Any]) -> Any:

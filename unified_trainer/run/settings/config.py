@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import hashlib
+import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +16,7 @@ import yaml
 
 from unified_trainer.basics.effects import ACCOUNT, READS, RUNS_CODE, RUNS_FILE, TRACKS, WRITES, Text
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.input_files import read_yaml
+from unified_trainer.basics.input_files import YamlLoader, read_yaml
 from unified_trainer.basics.own_files import without_link
 from unified_trainer.basics.ranges import (
     LONGEST,
@@ -42,7 +45,6 @@ from unified_trainer.roles.role import RoleConfig
 from unified_trainer.run.guards.distillation import DistillationGuardConfig
 from unified_trainer.run.guards.hacking_monitor import HackingMonitorConfig
 from unified_trainer.run.settings import run_paths
-from unified_trainer.run.settings.config_checksum import is_edited, with_checksum
 from unified_trainer.run.settings.settings import may_change
 from unified_trainer.run.settings.workers import RayConfig, WorkerConfig
 from unified_trainer.sampling.solver import SamplerConfig
@@ -50,6 +52,8 @@ from unified_trainer.sampling.solver import SamplerConfig
 RECIPES = Path(__file__).parents[2] / "recipes"
 # Flags that say where a run is read from and written to; a saved config leaves them out.
 PATH_KEYS = ("config", "resume", "output", "allow")
+# The last line of a config.yaml, a comment, by which an edit by hand is noticed.
+CHECKSUM = re.compile(r"^# sha256 of these settings: ([0-9a-f]{64})$", re.MULTILINE)
 EDITED = "config"  # what --allow names to take a config.yaml that was edited by hand
 
 
@@ -303,12 +307,8 @@ def run_class(method: type[Method]) -> type[RunConfig]:
 
     DeclarationError if a role has the name of a setting.
     """
-    if method not in _RUN_CLASSES:
-        _RUN_CLASSES[method] = _new_run_class(method)
-    return _RUN_CLASSES[method]
-
-
-def _new_run_class(method: type[Method]) -> type[RunConfig]:
+    if method in _RUN_CLASSES:
+        return _RUN_CLASSES[method]
     taken = {f.name for f in dataclasses.fields(RunConfig)}
     if both := sorted(taken & method.roles.keys()):
         raise DeclarationError(
@@ -317,7 +317,8 @@ def _new_run_class(method: type[Method]) -> type[RunConfig]:
     sections: dict[str, type] = {"algorithm": method.config_class}
     sections |= {name: spec.config_class for name, spec in method.roles.items() if spec.config_class}
     fields = [(name, kind, field(default_factory=kind)) for name, kind in sections.items()]
-    return dataclasses.make_dataclass("RunConfig", fields, bases=(RunConfig,), frozen=True)
+    _RUN_CLASSES[method] = dataclasses.make_dataclass("RunConfig", fields, bases=(RunConfig,), frozen=True)
+    return _RUN_CLASSES[method]
 
 
 def save(run: RunConfig, file: Path) -> None:
@@ -333,6 +334,25 @@ def save(run: RunConfig, file: Path) -> None:
         opened.flush()
         os.fsync(opened.fileno())
     building.replace(file)
+
+
+def with_checksum(text: str) -> str:
+    """Return the text of a YAML file with its checksum as the last line."""
+    return f"{text}# sha256 of these settings: {_checksum(text)}\n"
+
+
+def is_edited(text: str) -> bool:
+    """Return whether the settings in a YAML file are not those of its checksum; a file that was cut off has none.
+
+    Only values count: order, comments and spaces may differ.
+    """
+    line = CHECKSUM.search(text)
+    return line is None or line[1] != _checksum(text)
+
+
+def _checksum(text: str) -> str:
+    tree = YamlLoader(text).get_single_data()
+    return hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def plain(run: RunConfig) -> dict[str, Any]:

@@ -1,18 +1,16 @@
 """Settings as flags: words of a command line, or values of a file, applied to a tree of dataclasses or a function.
 
-tyro converts the values. Names are looked up before it, and what it refuses is looked at once more, so that every error
-is one line with the name of the flag, or of the file and its key.
+Every error is one line with the name of the flag, or of the file and its key.
 """
 
-import contextlib
 import dataclasses
 import functools
 import inspect
-import io
 import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,14 +24,13 @@ from unified_trainer.run.settings.settings import REQUIRED, AllRunFlags, RunFlag
 
 TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")  # what a switch might be given, and does not take
 DASHES = re.compile(r"[\u2010-\u2015\u2212]+-?|-(?=[A-Za-z])")  # in place of the two hyphens of a flag
-BOX = re.compile(r"[\u2500-\u257f]+|-{4,}")  # frames around tyro's messages
+HYPHEN = re.compile(r"-[^-\d.]")  # begins a word that looks like a flag
 UNIONS = (typing.Union, types.UnionType)
-OUTLINE = "Given"  # name of a class that has the given settings of a section
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Path: "a path"}
-# Of a type of several kinds of values: the words for true, false and nothing, as YAML has them, and as tyro reads them.
-SPELLINGS: dict[type, dict[str, str]] = {
-    bool: dict.fromkeys(("true", "yes", "on"), "True") | dict.fromkeys(("false", "no", "off"), "False"),
-    type(None): dict.fromkeys(("none", "null"), "None"),
+# The words for true, false and nothing in a type of several kinds of values, as YAML has them.
+SPELLINGS: dict[type, dict[str, Any]] = {
+    bool: dict.fromkeys(("true", "yes", "on"), True) | dict.fromkeys(("false", "no", "off"), False),
+    type(None): dict.fromkeys(("none", "null")),
 }
 
 
@@ -79,27 +76,29 @@ def apply(tree: Any, words: Sequence[str], file: str = "") -> Any:
                 if of_run:
                     return functools.partial(apply(tree, own), **{argument.name: tuple(of_run)})
     known = {setting.key: setting for setting in settings_of(tree)}
-    words = _spelled(words, known)
     given, stray = _look_up(words, known)
     for flag in given:
         if flag.values == [""] and flag.setting.never_empty:
             name = f"{file}: {flag.setting.key}" if file else flag.name
             raise UserError(f"{name} needs a value: {described(flag.setting.kind)}")
-    try:
-        if inspect.isfunction(tree):
-            bind = functools.wraps(tree)(lambda *args, **options: functools.partial(tree, *args, **options))
-            bound = _tyro(bind, words)
-        else:
-            bound = _with_given(tree, {flag.setting.key: flag.setting for flag in given}, words)
-    except _RefusedError as error:
-        raise UserError(_reason(given, stray, known, file) or f"{file}: {error}".removeprefix(": ")) from None
+    values: dict[str, Any] = {}
+    for flag in given:
+        key, value = flag.setting.key, _value_of(flag, words, file)
+        repeatable = typing.get_origin(flag.setting.kind) is Annotated
+        values[key] = (*values.get(key, ()), value) if repeatable else value
     if not inspect.isfunction(tree):
+        if stray:
+            raise UserError(f"{stray[0]!r} belongs to no flag")
+        bound = _replaced(tree, values)
         check_ranges(bound, file)
         return bound
-    for name, value in inspect.signature(tree).bind(*bound.args, **bound.keywords).arguments.items():
-        if name in known and (why := reason(known[name].limits, value)):
-            raise UserError(f"{known[name].shown} {why}")
-    return bound
+    values |= _by_place(stray, known)
+    if missing := [one.shown for one in known.values() if one.default is REQUIRED and one.key not in values]:
+        raise UserError(f"{', '.join(missing)} must be given; --help says how")
+    for key, value in values.items():
+        if why := reason(known[key].limits, value):
+            raise UserError(f"{known[key].shown} {why}")
+    return functools.partial(tree, **values)
 
 
 def _divided(tree: Any, words: Sequence[str], *, every: bool) -> tuple[list[str], list[str]]:
@@ -138,25 +137,6 @@ def words_of(values: Mapping[str, Any], known: Mapping[str, Setting], file: str)
     return words
 
 
-def _spelled(words: Sequence[str], known: Mapping[str, Setting]) -> list[str]:
-    """Return the words with true, false and nothing, as values of a type of several kinds, in tyro's spelling."""
-    spelled, kind = list[str](), None
-    for word in words:
-        name, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        if name:
-            setting = known.get(name[2:].replace("-", "_"))
-            kind = setting.kind if setting else None
-        spelled.append(f"{name}{equals}{_spelling(kind, value)}")
-    return spelled
-
-
-def _spelling(kind: Any, value: str) -> str:
-    parts = typing.get_args(kind) if typing.get_origin(kind) in UNIONS else ()
-    if {str, Path} & {*parts} or value in (choice for part in parts for choice in choices(part)):
-        return value
-    return next((SPELLINGS[part][value.lower()] for part in parts if value.lower() in SPELLINGS.get(part, ())), value)
-
-
 def described(kind: Any) -> str:
     """Return in words which values a type has."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
@@ -189,10 +169,6 @@ def of_one_flag(kind: Any) -> Any:
     return typing.get_args(inner)[0] if tyro.conf.UseAppendAction in marks else inner
 
 
-class _RefusedError(Exception):
-    """tyro's message for words that it refuses."""
-
-
 @dataclass(frozen=True)
 class _Given:
     """A setting with the words that follow its flag."""
@@ -202,68 +178,73 @@ class _Given:
     values: list[str]
 
 
-def _with_given(tree: Any, given: Mapping[str, Setting], words: Sequence[str]) -> Any:
-    """Return a tree with the settings that the words give; tyro, which takes a millisecond for each, sees no others."""
-    return _replaced(tree, _tyro(_outline(tree, given), words)) if words else tree
+def _value_of(flag: _Given, words: Sequence[str], file: str) -> Any:
+    """Return the value that a flag gives its setting; UserError for one that cannot be."""
+    setting = flag.setting
+    if setting.switch:
+        if flag.values:
+            shown = " ".join(flag.values)
+            raise UserError(f"{flag.name} takes no value, not {shown!r}: write {setting.flag} or {setting.off}")
+        return flag.name.removeprefix("--").replace("-", "_") == setting.key
+    if hyphen := [value for value in flag.values if HYPHEN.match(value) and value in words]:
+        raise UserError(f"{flag.name}: a value that begins with a hyphen is written {flag.name}={hyphen[0]}")
+    return _converted(flag.values, setting.kind, f"{file}: {setting.key}" if file else flag.name)
 
 
-def _outline(tree: Any, given: Mapping[str, Setting], prefix: str = "") -> type:
-    """Return a class with the given settings of a tree as fields, and classes of those of its sections."""
-    fields: list[tuple[str, Any, Any]] = []
-    for name, inner in _parts(tree).items():
-        # Without a help text tyro would look for one in the source of the class.
-        key, marked = f"{prefix}{name}", tyro.conf.arg(name=name.replace("_", "-"), help="")
-        if key in given:
-            default = dataclasses.field(default_factory=functools.partial(_same, inner))
-            fields.append((_field(name), Annotated[_text_last(given[key].kind), marked], default))
-        elif any(one.startswith(f"{key}.") for one in given):
-            fields.append((_field(name), Annotated[_outline(inner, given, f"{key}."), marked], dataclasses.field()))
-    return dataclasses.make_dataclass(OUTLINE, fields, kw_only=True)
-
-
-def _text_last(kind: Any) -> Any:
-    """Return a type of several kinds of values with texts and paths behind the others, whose words they take too."""
-    if typing.get_origin(kind) not in UNIONS:
-        return kind
-    return typing.Union[*sorted(typing.get_args(kind), key=(str, Path).__contains__)]
-
-
-def _replaced(tree: Any, values: Any) -> Any:
-    """Return a tree with the values of an object of its outline."""
-    parts = {}
-    for name, inner in _parts(tree).items():
-        if _field(name) in vars(values):
-            value = vars(values)[_field(name)]
-            parts[name] = _replaced(inner, value) if type(value).__name__ == OUTLINE else value
-    return {**tree, **parts} if isinstance(tree, dict) else dataclasses.replace(tree, **parts)
-
-
-def _parts(tree: Any) -> dict[str, Any]:
-    """Return what a dataclass or a dictionary of a tree holds, by name."""
-    return (
-        tree
-        if isinstance(tree, dict)
-        else {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
-    )
-
-
-def _field(name: str) -> str:
-    """Return a field's name: a scorer may be called by a number or by a word of Python."""
-    return f"given_{name.replace('-', '_')}"
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _tyro(kind: Any, words: Sequence[str]) -> Any:
-    said = io.StringIO()
-    unread = (tyro.conf.HelptextFromCommentsOff,)  # else it reads every class's source again, for help that is ours
+def _converted(words: Sequence[str], kind: Any, name: str) -> Any:
+    """Return the value of a type that words give; UserError, which begins with `name`, if they give none."""
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            return tyro.cli(kind, args=words, add_help=False, config=unread)
-    except SystemExit:
-        raise _RefusedError(" ".join(BOX.sub(" ", said.getvalue()).split())) from None
+        return _value(kind, words)
+    except (ValueError, LookupError):
+        must = f"must be {described(kind)}, not {' '.join(words)!r}" if words else f"needs a value: {described(kind)}"
+        raise UserError(f"{name} {must}") from None
+
+
+def _value(kind: Any, words: Sequence[str]) -> Any:
+    """Do as `_converted`; ValueError or LookupError if the words give no value."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return _value(of_one_flag(kind), words)
+    if origin in UNIONS:
+        texts = {str, Path} & {*inner}  # come last, because they take the words of the others too
+        for part in sorted(inner, key=lambda part: (part in texts, typing.get_origin(part) is not Literal)):
+            if not texts or part not in SPELLINGS or words in (["True"], ["False"], ["None"]):
+                with suppress(ValueError, LookupError):
+                    return _value(part, words)
+        raise ValueError(words)
+    if origin is tuple:
+        kinds = [inner[0]] * len(words) if inner[1:] == (...,) else inner
+        return tuple(_value(part, [word]) for part, word in zip(kinds, words, strict=True))
+    (word,) = words
+    if origin is Literal:
+        return {str(choice): choice for choice in inner}[word]
+    return SPELLINGS[kind][word.lower()] if kind in SPELLINGS else kind(word)
+
+
+def _replaced(tree: Any, values: Mapping[str, Any]) -> Any:
+    """Return a tree of dataclasses and dictionaries with other values by their keys, such as student.learning_rate."""
+    parts: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        parts.setdefault(name, {})[rest] = value
+    held = tree if isinstance(tree, dict) else vars(tree)
+    new = {name: own[""] if "" in own else _replaced(held[name], own) for name, own in parts.items()}
+    return tree | new if isinstance(tree, dict) else dataclasses.replace(tree, **new)
+
+
+def _by_place(words: Sequence[str], known: Mapping[str, Setting]) -> dict[str, Any]:
+    """Return the values of the settings that are given without a flag; the last one may take any number of words."""
+    places, values, rest = [setting for setting in known.values() if setting.positional], dict[str, Any](), [*words]
+    if stray := [word for word in words if HYPHEN.match(word) or not places]:
+        raise UserError(f"{stray[0]!r} belongs to no flag")
+    for setting in places:
+        own, rest = (rest, []) if setting.variadic else (rest[:1], rest[1:])
+        if own:
+            values[setting.key] = _converted(own, setting.kind, setting.shown)
+    if rest:
+        shown = " ".join(setting.shown for setting in places)
+        raise UserError(f"{rest[0]!r} is one word too many: without a flag there is only {shown}")
+    return values
 
 
 def _look_up(words: Sequence[str], known: Mapping[str, Setting]) -> tuple[list[_Given], list[str]]:
@@ -307,37 +288,3 @@ def _find(name: str, known: Mapping[str, Setting]) -> Setting:
             "N -m unified_trainer"
         )
     raise UnknownFlagError(name, key, known)
-
-
-def _reason(flags: Sequence[_Given], stray: Sequence[str], known: Mapping[str, Setting], file: str) -> str:
-    """Return in words what is wrong with flags whose names are right; "" if that cannot be said."""
-    for flag in flags:
-        setting, shown = flag.setting, " ".join(flag.values)
-        if setting.switch and flag.values:
-            return f"{flag.name} takes no value, not {shown!r}: write {setting.flag} or {setting.off}"
-        if not setting.switch and not _fits(setting.kind, flag.values):
-            name = f"{file}: {setting.key}" if file else flag.name
-            if not flag.values:
-                return f"{name} needs a value: {described(setting.kind)}"
-            return f"{name} must be {described(setting.kind)}, not {shown!r}"
-        if hyphen := [value for value in flag.values if re.match(r"-[^\d.]", value)]:
-            return f"{flag.name}: a value that begins with a hyphen is written {flag.name}={hyphen[0]}"
-    if stray and not any(setting.positional for setting in known.values()):
-        return f"{stray[0]!r} belongs to no flag"
-    places = [setting.key.upper() for setting in known.values() if setting.positional]
-    if len(stray) > len(places):
-        return f"{stray[len(places)]!r} is one word too many: without a flag there is only {' '.join(places)}"
-    seen = {flag.setting.key for flag in flags}
-    missing = places[len(stray) :]
-    missing += [s.flag for s in known.values() if s.default is REQUIRED and not s.positional and s.key not in seen]
-    return f"{', '.join(missing)} must be given; --help says how" if missing else ""
-
-
-def _fits(kind: Any, values: Sequence[str]) -> bool:
-    """Whether tyro takes the values for one setting of this type."""
-    words = [f"--value={values[0]}"] if len(values) == 1 else ["--value", *values]
-    try:
-        _tyro(dataclasses.make_dataclass("OneSetting", [("value", kind)]), words)
-    except _RefusedError:
-        return False
-    return True

@@ -137,6 +137,33 @@ class Validation:
         return self._report.result(columns, part.clips, folder, step)
 
 
+class ValidationSets:
+    """A validation of the run's prompts, and after it one of each further set.
+
+    Guards, the best checkpoint's `best_metric` and trackers of samples see the run's own prompts as without sets. The
+    metrics of a set are validation/sets/NAME/..., and its samples and videos lie in a folder NAME below the others.
+    """
+
+    def __init__(self, own: ValidationSource, sets: Mapping[str, ValidationSource]) -> None:
+        self.ema, self._own, self._sets = own.ema, own, dict(sets)
+
+    def start(self, student: Trainable, step: int) -> None:
+        """Make and measure the samples of all sets."""
+        for source in (self._own, *self._sets.values()):
+            source.start(student, step)
+
+    def finish(self, folder: Path, step: int) -> ValidationResult:
+        """Return the result of the run's prompts with the metrics of the sets, and the first warning of them."""
+        result = self._own.finish(folder, step)
+        metrics, warning = dict(result.metrics), result.warning
+        for name, source in self._sets.items():
+            of_set = source.finish(folder / name, step)
+            named = {key.removeprefix("validation/"): value for key, value in of_set.metrics.items()}
+            metrics |= {f"validation/sets/{name}/{key}": value for key, value in named.items()}
+            warning = warning or of_set.warning
+        return replace(result, metrics=metrics, warning=warning)
+
+
 class Report:
     """The metrics of a validation from what was measured of its samples, and the files that people look at."""
 

@@ -69,7 +69,7 @@ def connect(config: RayConfig, cores: float, mesh: Mesh | None = None, *, store:
         for raylet in (child for child in psutil.Process().children() if child.name() == "raylet"):
             threading.Thread(target=_say_if_it_dies, args=(raylet,), name="raylet", daemon=True).start()
     if mesh is not None and not alone:
-        address = mesh.broadcast(_address() if is_main else "")
+        address = mesh.broadcast(sys.modules["ray"].get_runtime_context().gcs_address if is_main else "")
         if not is_main:
             _init(address)
 
@@ -111,12 +111,6 @@ def _say_if_it_dies(raylet: psutil.Process) -> None:
     if ray.is_initialized():
         why = "its raylet was killed, perhaps for want of memory"
         sys.stderr.write(f"error: Ray ended on this machine ({why}): continue the run with --resume\n")
-
-
-def _address() -> str:
-    import ray
-
-    return ray.get_runtime_context().gcs_address
 
 
 def wait_for_room(config: RayConfig, needs: Sequence[Needs]) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import ray
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.meter import phase
-from unified_trainer.roles.role import Trainable
-from unified_trainer.run.settings.config import ValidationConfig
+from unified_trainer.rewards.reward import RewardSum
+from unified_trainer.roles.role import Role, Trainable
+from unified_trainer.run.settings.config import RunConfig, ValidationConfig
 from unified_trainer.run.validation.report import Report, ValidationResult
-from unified_trainer.run.validation.samples import Measured, batches
+from unified_trainer.run.validation.samples import Measured, batches, sample_requests
 from unified_trainer.run.workers import arrays
 from unified_trainer.run.workers.group import WorkerGroup
 from unified_trainer.run.workers.scheduler import ValidationBatch
@@ -74,3 +77,12 @@ class RemoteValidation:
         for name, spent in seconds.items():
             took[name] = took.get(name, 0.0) + spent
         return Measured(arrays.to_columns(columns, self._mesh.device), clips)
+
+
+def remote_validation(
+    run: RunConfig, workers: WorkerGroup, student: Role, reward: RewardSum, requests: Sequence[Request], mesh: Mesh
+) -> RemoteValidation:
+    """Return the validations of evaluation workers."""
+    report = Report(run.validation, reward, sample_requests(requests, run.validation), mesh, run.video.fps)
+    sender = WeightSender(mesh, run.rollouts.transport, student.bf16_weights)
+    return RemoteValidation(workers, run.validation, report, mesh, sender)

@@ -16,7 +16,7 @@ from unified_trainer.basics.types import Batch
 from unified_trainer.data.loader import Loader
 from unified_trainer.methods.rl.buffer import FreshRows
 from unified_trainer.methods.rl.kept_rollout import HostRollout, KeptRollout, join
-from unified_trainer.methods.rl.rollout_config import TrajectoryPlace
+from unified_trainer.methods.rl.rollout_config import RolloutConfig, TrajectoryPlace
 from unified_trainer.methods.rl.rollouts import Check, ScoredSamples
 from unified_trainer.parallel.fsdp import cpu_copy
 from unified_trainer.parallel.mesh import Mesh
@@ -26,8 +26,10 @@ from unified_trainer.rewards.reward import Scores
 from unified_trainer.roles.ema import exchanged
 from unified_trainer.roles.role import Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
+from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.workers import arrays
 from unified_trainer.run.workers.group import WorkerGroup
+from unified_trainer.run.workers.replica import ReplicaSender
 from unified_trainer.run.workers.scheduler import WorkItem
 from unified_trainer.run.workers.weights import WeightSender
 from unified_trainer.run.workers.workers import received
@@ -208,3 +210,28 @@ def _fetch(replies: Sequence[Any]) -> None:
         for reply in replies:
             references, *_ = ray.get(reply)
             ray.wait(references, num_returns=len(references), fetch_local=True)
+
+
+def remote_rollouts(
+    run: RunConfig,
+    algorithm: RolloutConfig,
+    workers: WorkerGroup,
+    role: Trainable | WeightCopy,
+    loader: Loader,
+    mesh: Mesh,
+) -> RemoteRollouts:
+    """Return the samples of rollout workers, which make none in place of stored ones."""
+    kind = ReplicaSender if run.rollouts.ranks > 1 else WeightSender
+    sender = kind(mesh, run.rollouts.transport, role.bf16_weights)
+    return RemoteRollouts(
+        workers,
+        role,
+        FreshRows(run.rollouts.buffer, loader) if run.rollouts.buffer.share else loader,
+        mesh,
+        sender,
+        size=algorithm.rollout_batch,
+        ahead=run.rollouts.ahead,
+        check_every=run.rollouts.check_every,
+        super_batch=run.rollouts.super_batch,
+        trajectories=algorithm.trajectories,
+    )

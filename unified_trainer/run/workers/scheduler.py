@@ -10,7 +10,6 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from ray import ObjectRef, get_actor, kill
@@ -282,7 +281,7 @@ class Scheduler:
     async def validate(self, item: ValidationBatch) -> tuple[ObjectRef, Costs]:
         """Return a reference to what was measured of a batch, and the worker's seconds by phase."""
         weights = await self._validated.whole(item.version)
-        took, (measured,) = await self._evaluators.run(item, partial(_measure, item=item, weights=weights))
+        took, (measured,) = await self._evaluators.run(item, _asking("measure", item, *weights))
         return measured, took
 
     async def end(self) -> None:
@@ -295,21 +294,14 @@ class Scheduler:
     async def _make(self, item: WorkItem) -> Made:
         weights = await self._weights.whole(item.version)
         while True:
-            (maker, made), (rollout,) = await self._makers.run(item, partial(_make, item=item, weights=weights))
+            (maker, made), (rollout,) = await self._makers.run(item, _asking("make", item, *weights))
             try:
-                scored, (scores,) = await self._scorers.run(item, partial(_score, item=item, rollout=rollout))
+                scored, (scores,) = await self._scorers.run(item, _asking("score", item, rollout))
             except ObjectLostError:  # with the machine that made the samples
                 continue
             return [rollout, scores], made | scored, maker
 
 
-def _make(worker: Any, item: WorkItem, weights: list[ObjectRef]) -> list[ObjectRef]:
-    return worker.make.options(num_returns=2).remote(item, *weights)
-
-
-def _measure(worker: Any, item: ValidationBatch, weights: list[ObjectRef]) -> list[ObjectRef]:
-    return worker.measure.options(num_returns=2).remote(item, *weights)
-
-
-def _score(worker: Any, item: WorkItem, rollout: ObjectRef) -> list[ObjectRef]:
-    return worker.score.options(num_returns=2).remote(item, rollout)
+def _asking(method: str, item: Work, *given: ObjectRef) -> Call:
+    """Return what asks a worker for a piece of work; one of its two answers is what it says."""
+    return lambda worker: getattr(worker, method).options(num_returns=2).remote(item, *given)

@@ -27,7 +27,7 @@ from unified_trainer.run.registry import family_of
 from unified_trainer.run.settings.command_line import read_reward
 from unified_trainer.run.settings.flags import split
 from unified_trainer.run.settings.settings import RunFlags
-from unified_trainer.run.validation.real_clips import check_real, video_features
+from unified_trainer.run.validation.distances import check_real, video_features
 from unified_trainer.tools.evaluate import files, pages, vote_count
 from unified_trainer.tools.evaluate.checkpoints import TINY, Checkpoint, read_checkpoints
 from unified_trainer.tools.evaluate.measures import BootstrapConfig, print_summary, summarise

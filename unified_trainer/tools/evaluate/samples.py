@@ -30,8 +30,7 @@ from unified_trainer.rewards.base import RewardConfig
 from unified_trainer.rewards.pixels import statistics, thumbnail
 from unified_trainer.rewards.reward import VideoReward
 from unified_trainer.run.settings.config import plain
-from unified_trainer.run.validation.distances import FEATURES, REAL, VideoFeatures, with_prefix
-from unified_trainer.run.validation.real_clips import read_real
+from unified_trainer.run.validation.distances import FEATURES, REAL, VideoFeatures, read_real, with_prefix
 from unified_trainer.sampling.solver import SamplerConfig
 from unified_trainer.tools.evaluate.checkpoints import Checkpoint
 from unified_trainer.tools.evaluate.plan import Plan, noise_number
