@@ -135,7 +135,7 @@ def test_a_layout_is_read(tmp_path, layout, made):
     videos = checked_videos(source, SIZE)
     assert [video.captions for video in videos] == [(caption,) for caption in CAPTIONS.values()]
     assert holds_videos(source) and left_out(source) == ""
-    dark, light = (read_video(video, SIZE).mean() for video in videos)
+    dark, light = (read_video(video, SIZE).frames.mean() for video in videos)
     assert abs(dark - 60) < 4 and abs(light - 150) < 4
     assert read_prompts(source).prompts == tuple(CAPTIONS.values())
 
@@ -195,7 +195,7 @@ def test_several_clips_of_one_video(tmp_path):
     *clips, short, wrong = find_videos(tmp_path / "clips.jsonl", "SOURCE")
     assert [clip.name for clip in clips] == ["a.mkv", "a.mkv@0.25", "a.mkv@0.75"]
     size = VideoConfig(3, 16, 16, 8)
-    grays = [read_video(clip, size).mean((1, 2, 3)).round() for clip in clips]
+    grays = [read_video(clip, size).frames.mean((1, 2, 3)).round() for clip in clips]
     assert [row.tolist() for row in grays] == [[20 * i for i in range(first, first + 3)] for first in (0, 2, 6)]
     with pytest.raises(VideoError, match=r"too short: 3 frames go beyond 1\.1 s"):
         read_video(short, size)

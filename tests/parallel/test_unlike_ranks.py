@@ -181,7 +181,7 @@ def test_what_a_run_reads_is_compared(tmp_path):
         file = tmp_path / folder / "a.mp4"
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(b"x" * size)
-        return replace(plan, clips=Clips(videos=(CaptionedVideo("a", file, caption),))).compared()["data.path"]
+        return replace(plan, clips=Clips(videos=(CaptionedVideo("a", file, (caption,)),))).compared()["data.path"]
 
     assert data("one", 3, "a") == data("two", 3, "a")
     assert len({data("one", 3, "a"), data("one", 4, "a"), data("one", 3, "b")}) == 3

@@ -49,7 +49,7 @@ class ClassCodec:
     def prompts(self, *_):
         raise NotImplementedError("classes are not stored in files")
 
-    remember = text_condition = text_difference = prompts
+    remember = text_condition = text_difference = cut = prompts
 
     def encode_text(self, prompts):
         return Condition({"label": torch.tensor([int(prompt[-1]) if prompt else ANY for prompt in prompts])})

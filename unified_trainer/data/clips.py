@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.basics.effects import READS
+from unified_trainer.basics.effects import READS, Text
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Count, Frames, FramesPerSecond, Pixels, above
 from unified_trainer.basics.requests import Image, Request
@@ -42,7 +42,7 @@ class DataConfig:
     videos or images: a folder with x.txt beside x.mp4 or x.png, a table with columns path and caption, or another
     layout of docs/data.md; "tiny": clips of the tiny world. For ode_init, parquet files of trajectories (kind ode),
     which take the place of the teacher."""
-    columns: tuple[str, ...] = ()
+    columns: tuple[Text, ...] = ()
     """Columns of a table of videos: that of their paths, or of the videos themselves, and those of captions, of which
     each epoch draws one; by default the first of each that docs/data.md names."""
     rejected: Annotated[str, READS] = ""

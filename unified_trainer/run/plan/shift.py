@@ -18,8 +18,8 @@ class SchedulerConfig(Schema):
 
     class_name: str = Field("", alias="_class_name")
     prediction_type: str | None = "flow_prediction"
-    shift: float | None = Field(None, gt=0)  # as FlowMatchEulerDiscreteScheduler names it
-    flow_shift: float | None = Field(None, gt=0)  # as UniPC and others name it
+    shift: float | None = Field(None, gt=0, le=1e6)  # as FlowMatchEulerDiscreteScheduler names it
+    flow_shift: float | None = Field(None, gt=0, le=1e6)  # as UniPC and others name it
     use_dynamic_shifting: bool = False
     base_image_seq_len: int = Field(256, ge=1, le=2**30)
     max_image_seq_len: int = Field(4096, ge=2, le=2**30)
