@@ -39,15 +39,8 @@ OFF = (  # None, False or empty alone, as every field that is not known
 PLAIN = dict.fromkeys(("rank", "lora_rank", "network_dim"), "r") | dict.fromkeys(
     ("alpha", "network_alpha"), "lora_alpha"
 )
-OF_TRAINING = {
-    "step",
-    "epoch",
-    "target_modules",
-    "lora_target_modules",
-}  # in lora_config.json: all keys of a file are read
-Names = Sequence[
-    Mapping[str, str]
-]  # a network's layers by several kinds of names; first, of those in a file, the file's
+OF_TRAINING = {"step", "epoch", "target_modules", "lora_target_modules"}  # in lora_config.json: all keys are read
+Names = Sequence[Mapping[str, str]]  # a network's layers by several kinds of names, those of the file first
 
 
 class AdapterSettings(Schema):

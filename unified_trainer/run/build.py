@@ -72,11 +72,8 @@ class Built:
         assert_equal(mesh, plan.compared())
         if mirror is not None:
             mirror.take()
-        self.run, self.keep, self._mesh = (
-            plan.run,
-            plan.keep,
-            mesh,
-        )  # its settings, with what its files decide filled in
+        self.run = plan.run  # the settings, with what the run's files decide filled in
+        self.keep, self._mesh = plan.keep, mesh
         self.counts = plan.counts  # of one training step's batch
         cache = plan.run.encoders.cache or (str(output / EMBEDDINGS) if output else "")
         run = self._with_cache = replace(plan.run, encoders=replace(plan.run.encoders, cache=cache))
