@@ -174,7 +174,7 @@ def _line() -> str:
 
 def _wait(kind: str) -> None:
     meter = Meter.current()
-    waits[meter._open[-1].name if meter and meter._open else "no phase", kind, _line()] += 1
+    waits[meter._open[-1][0] if meter and meter._open else "no phase", kind, _line()] += 1
 
 
 def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

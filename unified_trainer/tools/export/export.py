@@ -66,8 +66,8 @@ def export(
             each (published).
         components: Text encoder, VAE and the rest of the base: hard links (copies across file systems), copies, or
             none.
-        layout: `wan` writes the network alone, in one file by Wan's own names, as ComfyUI and Wan's code read it; of
-            two experts in a folder each. With --adapter published it is the adapter.
+        layout: With `wan`, the network alone is written, in one file by Wan's own names, as ComfyUI and Wan's code read
+            it; of two experts in a folder each. With --adapter published it is the adapter.
         max_shard_size: Largest size of one file of weights in the layout of diffusers.
         base: Pipeline folder that the role started from, if it is no longer where the run found it.
         families: Model families of your own, in place of those of the run.
