@@ -191,15 +191,17 @@ def test_several_clips_of_one_video(tmp_path):
     write_exactly(tmp_path / "a.mkv", np.stack([np.full((16, 16, 3), 20 * i, np.uint8) for i in range(12)]), 8)
     table = [{"path": "a.mkv", "caption": "x", "start": start} for start in (0, 0.25, "0.75")]
     table.append({"path": "a.mkv", "caption": "x", "start": 1, "end": 1.1})
-    (tmp_path / "clips.jsonl").write_text(lines_of([*table, {"path": "a.mkv", "caption": "x", "start": "soon"}]))
-    *clips, short, wrong = find_videos(tmp_path / "clips.jsonl", "SOURCE")
+    odd = [{"start": "soon"}, {"start": -1}, {"start": "nan"}, {"start": 0.5, "end": 0.5}, {"start": 0.3, "end": 0}]
+    (tmp_path / "clips.jsonl").write_text(lines_of([*table, *({"path": "a.mkv", "caption": "x"} | row for row in odd)]))
+    *clips, short = find_videos(tmp_path / "clips.jsonl", "SOURCE")[: -len(odd)]
+    wrong = find_videos(tmp_path / "clips.jsonl", "SOURCE")[-len(odd) :]
     assert [clip.name for clip in clips] == ["a.mkv", "a.mkv@0.25", "a.mkv@0.75"]
     size = VideoConfig(3, 16, 16, 8)
     grays = [read_video(clip, size).frames.mean((1, 2, 3)).round() for clip in clips]
     assert [row.tolist() for row in grays] == [[20 * i for i in range(first, first + 3)] for first in (0, 2, 6)]
     with pytest.raises(VideoError, match=r"too short: 3 frames go beyond 1\.1 s"):
         read_video(short, size)
-    assert "is not in seconds" in wrong.fault
+    assert ["is not in seconds" in video.fault for video in wrong] == [True] * len(odd)
 
 
 def test_a_list_of_paths_without_captions_or_with_too_few_is_named(tmp_path, made):

@@ -188,10 +188,13 @@ def _listed(file: Path, folder: Path, root: Path, key: str, columns: Columns) ->
 
 def _from_start(video: CaptionedVideo, row: Mapping[str, Any]) -> CaptionedVideo:
     """Return the part of a video between the seconds that a row names, if it names any."""
-    start, end = (next((row[name] for name in names if row.get(name)), None) for names in (STARTS, ENDS))
+    given = ((row[name] for name in names if row.get(name) not in (None, "")) for names in (STARTS, ENDS))
+    start, end = (next(values, None) for values in given)
     try:
         begun, ended = float(start or 0), video.end if end is None else float(end)
     except (TypeError, ValueError):
+        begun = ended = float("nan")
+    if not 0 <= begun < ended:
         return replace(video, name=f"{video.name}@{start}", wrong=f"its part from {start} to {end} is not in seconds")
     return replace(video, name=f"{video.name}@{begun:.10g}" if begun else video.name, start=begun, end=ended)
 
