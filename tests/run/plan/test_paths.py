@@ -59,6 +59,7 @@ def test_a_path_that_is_a_link_to_nothing_is_named(tmp_path):
 def test_a_scheduler_of_other_levels_gets_a_note(tmp_path, change, said):
     note = note_scheduler(scheduled(tmp_path, change), 64, SamplerConfig(shift=3.0, solver="ode"))
     assert re.search(said, note) if said else note == ""
+    assert "shift" not in note_scheduler(tmp_path, 64, SamplerConfig(shift=3.0, solver="ode"), chosen=True)
 
 
 @pytest.mark.parametrize("predicted", ["epsilon", "v_prediction", "sample"])

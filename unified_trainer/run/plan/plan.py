@@ -192,7 +192,12 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         check_causal_teacher(run, roles),
         sparse_note,
         note_repeats(run, batch, rows),
-        note_scheduler(folder, family.tokens(folder, latent_shape), run.sampler),
+        note_scheduler(
+            folder,
+            family.tokens(folder, latent_shape),
+            run.sampler,
+            chosen=fits(run.recipe, "student", roles["student"].path),
+        ),
         *cut,
         *note_files(run, batch, prompts, clips, mesh.data_size),
     )

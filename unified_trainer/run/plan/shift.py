@@ -59,15 +59,19 @@ def _config(folder: Path) -> SchedulerConfig:
     return config
 
 
-def note_scheduler(folder: Path, tokens: int, sampler: SamplerConfig) -> str:
-    """Return notes on what the model's scheduler does and the run's sampler does not; UserError for no velocities."""
+def note_scheduler(folder: Path, tokens: int, sampler: SamplerConfig, *, chosen: bool = False) -> str:
+    """Return notes on what the model's scheduler does and the run's sampler does not; UserError for no velocities.
+
+    `chosen` says that the recipe was made for this model: its shift then needs no note beside a fixed one.
+    """
     config, own = _config(folder), shift_of_size(folder, tokens)
     notes = []
     if "LCM" in config.class_name and sampler.solver != "sde":
         notes += [
             f"the model's scheduler, {config.class_name}, adds fresh noise at each step, as --sampler.solver sde does"
         ]
-    if own is not None and not sampler.step_sigmas and abs(sampler.shift / own - 1) >= NEAR:
+    unlike = own is not None and abs(sampler.shift / own - 1) >= NEAR
+    if unlike and not sampler.step_sigmas and (config.use_dynamic_shifting or not chosen):
         of = f" for samples of {tokens} tokens" if config.use_dynamic_shifting else ""
         notes += [f"sampler.shift is {sampler.shift:g}, but the model's scheduler has {own:.3f}{of}"]
     return "; ".join(notes)
