@@ -137,7 +137,15 @@ def test_what_cannot_be_merged_or_extracted_is_named(tmp_path, capsys):
     cases = {
         "--adapters names no adapter": ("merge", "tiny", out, "--adapters"),
         "absent:x: no such file or folder": ("merge", "tiny", out, "--adapters", tmp_path / "one:2", "absent:x"),
-        "other/config.json": ("merge", "tiny", out, "--adapters", tmp_path / "one", "--component", "other"),
+        "--component 'other' is not known. Have: transformer": (
+            "merge",
+            "tiny",
+            out,
+            "--adapters",
+            tmp_path / "one",
+            "--component",
+            "other",
+        ),
         "there is nothing to extract": ("extract-adapter", "tiny", out, "--base", "tiny"),
         "rank must be from 1 to 8192": ("extract-adapter", "tiny", out, "--base", "tiny", "--rank", "0"),
     }

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.ranges import at_least
+from unified_trainer.basics.suggestions import must_know
 from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import DTYPES
 from unified_trainer.models.adapter_file import AdapterFile, open_adapter
@@ -48,7 +49,10 @@ def merge(
     family, folder = family_of("base", base)
     if not adapters:
         raise UserError("--adapters names no adapter: give FILE, or FILE:FACTOR, one or more times")
-    names = (component,) if component else family.networks(folder)[0]
+    names = family.networks(folder)[0]
+    if component:
+        must_know("--component", component, names)
+        names = (component,)
     models = {name: family.model(folder, name) for name in names}
     sums = dict[str, AdapterFile]()
     for number, (name, model) in enumerate(models.items()):
