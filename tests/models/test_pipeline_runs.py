@@ -192,6 +192,35 @@ def test_answers_follow_from_shapes_whole_numbers_and_caches():
     assert [len(network(x, torch.ones(1), cache)) for _ in range(3)] == [2, 4, 6]
 
 
+class Block(torch.nn.Module):
+    runs = 0
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, width, device="meta")
+
+    def forward(self, x: torch.Tensor, cache: list[int]) -> torch.Tensor:
+        type(self).runs += 1
+        cache[0] += cache[0] > 0
+        return self.layer(x)
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(map(Block, widths))
+
+    def forward(self, x: torch.Tensor, cache: list[int]) -> torch.Tensor:
+        return torch.cat([block(x, cache) for block in self.blocks], 1)
+
+
+def test_blocks_that_are_alike_answer_once():
+    """Of each width and shape one block runs; those that write to an input, as to a cache of keys, all run."""
+    network = WithoutMemory().prepare(Blocks(3, 3, 5, 3))
+    for x, cache, runs in ((torch.ones(2, 3), [0], 2), (torch.ones(4, 3), [0], 4), (torch.ones(2, 3), [1], 8)):
+        assert network(x, cache).shape == (len(x), 14) and Block.runs == runs
+
+
 def test_a_known_mask_picks_as_many_tokens_as_it_has():
     """As Hunyuan-Image sorts its texts; a mask that follows from floats may pick any number, and here picks all."""
     network = WithoutMemory().prepare(Masked())

@@ -86,6 +86,7 @@ def outline(kind: Any, folder: Path, *, buffers: bool = False) -> nn.Module:
             config = read_pretrained(kind.config_class, folder)
             if kind.__name__.endswith("Encoder") and "encoder" in config.sub_configs:
                 config = config.encoder
+            config.get_text_config().use_cache = False  # so that layers have no state, and equal ones answer once
             network = kind._from_config(config, attn_implementation="eager")
     for file in folder.glob("*.safetensors") if buffers else ():
         with safe_open(file, "pt") as held:
