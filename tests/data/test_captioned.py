@@ -119,6 +119,7 @@ def test_raw_clips_are_told_from_parquet(tmp_path):
     assert not holds_videos(folder)
 
 
+@pytest.mark.slow
 def test_raw_clips_are_encoded_with_their_captions(tmp_path, codec):
     """Rows follow the names of the files, and equal what the codec makes of the decoded frames."""
     size = VideoConfig(5, 32, 32, 8)

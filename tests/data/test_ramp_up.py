@@ -58,6 +58,7 @@ def test_sizes_are_those_of_megatrons_rule(case):
     assert {grown.at(step).prompts // grown.at(step).prompts_per_update for step in range(60)} == {updates}
 
 
+@pytest.mark.slow
 @given(rising())
 def test_prompts_are_counted_step_by_step_and_back(case):
     grown = ramped(plan(*case[0]), RampUpConfig(*case[1]))

@@ -124,6 +124,7 @@ def test_kl_to_the_reference():
     assert metrics["kl"] > 0
 
 
+@pytest.mark.slow
 def test_a_causal_student_and_its_reference_attend_to_clean_chunks():
     """Two chunks; the old policy generates its samples chunk by chunk."""
 

@@ -65,6 +65,7 @@ def by_hand(one, kl: float = 0.0, reference=None, scale: float = 1.0, kept: torc
     return gradients(role.network)
 
 
+@pytest.mark.slow
 def test_the_update_is_the_gradient_of_the_paper():
     """The moving average has other weights, so that the means of the groups count; each runs once without gradient."""
     one = trainer()
@@ -75,6 +76,7 @@ def test_the_update_is_the_gradient_of_the_paper():
     assert metrics["policy_gap"] > 0 and metrics["loss"] > 0
 
 
+@pytest.mark.slow
 def test_where_the_student_is_the_moving_average_the_gradient_is_that_of_the_advantages():
     """-A of the relative error's, for any beta: implicit rewards are 0."""
     one, other = (gradient(seeds={"moving_average": 0}, beta=beta) for beta in (0.5, 7.0))
@@ -129,6 +131,7 @@ def test_a_causal_student_attends_to_clean_chunks():
     assert_near(one.roles["student"].gradients[0], by_hand(trainer(sampler=CAUSAL)), 1e-3)
 
 
+@pytest.mark.slow
 def test_the_moving_average_follows_after_the_updates():
     """Decay min(.4, .25 + .1 s)."""
     one = trainer(moves=True, moving_decay=0.4, moving_decay_rise=0.1)

@@ -259,6 +259,7 @@ def test_the_subset_is_the_same_on_all_ranks():
 # The replay.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", [SamplerConfig(num_steps=STEPS, guidance_scale=1.0), GUIDED])
 @pytest.mark.parametrize("batch", [8, 4, 1])
 def test_the_replay_is_exact(sampler, batch):

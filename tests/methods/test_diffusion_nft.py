@@ -184,6 +184,7 @@ def test_the_update_is_the_gradient_of_the_paper():
     assert metrics["policy_gap"] > 0 and metrics["reward"] == pytest.approx(sum(REWARDS) / 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_frames", [1, 2])
 def test_chunks_of_a_causal_student_attend_to_clean_chunks(chunk_frames):
     """Two chunks, or one; the old policy generates its samples chunk by chunk."""
@@ -213,6 +214,7 @@ def test_the_gradient_does_not_depend_on_batches(batches):
     assert_near(gradient(**batches), gradient(**whole), 1e-4)
 
 
+@pytest.mark.slow
 def test_metrics_do_not_depend_on_the_update_batch():
     parts, whole = (trainer(best_of_n=2, update_batch=size).step(0) for size in (1, 8))
     assert parts == pytest.approx(whole, rel=1e-4, abs=1e-6)

@@ -226,6 +226,7 @@ def test_the_calendar(config, student, critic):
     assert updated(7, student_every=3, micro_batch=2, **config) == {"student": student, "critic": critic}
 
 
+@pytest.mark.slow
 def test_the_students_clock_counts_its_own_updates():
     """Learning rate, EMA and counter follow a role's own updates: in 7 steps 3 of the student and 7 of the critic."""
     rates = {"learning_rate": 1e-3, "warmup_updates": 2, "lr_schedule": "linear", "lr_decay_updates": 4}
@@ -271,6 +272,7 @@ def test_at_learning_rate_zero_no_role_moves():
         assert_same(ours, {key: kept[name][key] for key in ours})
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run_and_another_gives_another():
     metrics = [dmd2(DMD2Config(**SMALLEST), seed=seed).step(0) for seed in (0, 0, 1)]
     assert metrics[0] == metrics[1] and metrics[0] != metrics[2]

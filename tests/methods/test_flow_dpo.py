@@ -193,6 +193,7 @@ def by_hand(pairs, beta: float = 20.0, captions=CAPTIONS) -> dict[str, torch.Ten
     return gradients(role.network)
 
 
+@pytest.mark.slow
 def test_the_update_is_the_gradient_of_the_paper():
     one = trainer()
     calls = Calls.of(one.roles["student"])
@@ -202,6 +203,7 @@ def test_the_update_is_the_gradient_of_the_paper():
     assert metrics["reward"] == pytest.approx(sum(REWARDS) / 8) and metrics["frac_zero_std_groups"] == 0
 
 
+@pytest.mark.slow
 def test_a_prompt_that_comes_twice_is_one_group():
     """Its samples have one prompt id: the best is in the first half of the step, the worst in the second."""
     one = trainer(captions=CAPTIONS[:1])
@@ -213,6 +215,7 @@ def test_a_prompt_that_comes_twice_is_one_group():
     assert len(split.roles["student"].gradients) == 1  # the pair is of the update of its best sample
 
 
+@pytest.mark.slow
 def test_a_group_of_equal_rewards_has_no_pair():
     rewards = (*REWARDS[:4], *[1.0] * 4)
     assert_near(gradient(rewards=rewards), by_hand([(2, 0)]), 1e-3)
@@ -227,6 +230,7 @@ def test_the_gradient_does_not_depend_on_batches(batches):
     assert_near(gradient(**batches), gradient(), 1e-4)
 
 
+@pytest.mark.slow
 def test_each_update_has_the_pairs_of_its_own_prompts():
     one = trainer(prompts_per_update=1)
     one.step(0)

@@ -86,6 +86,7 @@ def test_calls_are_the_minimum():
     assert len(one.roles["student"].gradients) == 8
 
 
+@pytest.mark.slow
 def test_the_gradient_does_not_depend_on_the_micro_batch():
     whole, split = trainer(batch_size=4, micro_batch=4), trainer(batch_size=4, micro_batch=1)
     whole.step(0)

@@ -138,6 +138,7 @@ def end_of(calls: Calls) -> torch.Tensor:
         )
 
 
+@pytest.mark.slow
 def test_any_of_the_last_calls():
     one = trainer(reward_of(), last_calls=2)
     ends = set()

@@ -132,6 +132,7 @@ def values(field):
     return VALUES.get(field.name, [by_type.get(type(default), ["to_q"])])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("written", [by_peft, by_peft_on_wan, by_diffusers])
 def test_every_field_is_as_peft_has_it_or_refused_by_name(written, tmp_path):

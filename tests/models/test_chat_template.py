@@ -68,6 +68,7 @@ def test_templates_of_pipelines_are_bounded(template):
         check_bounds(template, "folder/tokenizer")
 
 
+@pytest.mark.slow
 def test_templates_that_need_other_turns_pass():
     check_bounds("{{ raise_exception('no system turn') }}", "folder/tokenizer")
     check_bounds("{% for m in messages %}{{ m['content'] }}{% endfor %}", "folder/tokenizer")

@@ -52,6 +52,7 @@ def test_the_exact_form_by_hand():
     assert float(velocity_kl(mean, mean_ref)) == pytest.approx(0.05)
 
 
+@pytest.mark.slow
 def test_the_exact_form_is_the_mean_of_k1_and_of_torch():
     generator = torch.Generator().manual_seed(0)
     mean, mean_ref, eps = torch.randn(3, 2, 4, 3, 200_000, generator=generator, dtype=torch.float64)[:, :, 0, 0]

@@ -78,6 +78,7 @@ def test_a_pattern_reads_a_longer_answer():
         optional.number_of("none", "a")
 
 
+@pytest.mark.slow
 def test_requests_run_at_the_same_time_and_stay_in_order():
     video, prompts = VIDEO[:1].expand(12, -1, -1, -1, -1), tuple(f"number {i}" for i in range(12))
 

@@ -43,6 +43,7 @@ def causal_gradients(recompute) -> dict[str, torch.Tensor]:
     return gradients(student.network)
 
 
+@pytest.mark.slow
 def test_gradients_of_a_causal_student_are_equal_bit_for_bit():
     expected = causal_gradients("none")
     for recompute in WAYS[1:]:

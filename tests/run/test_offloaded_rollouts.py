@@ -131,6 +131,7 @@ def test_two_ranks_offload_their_shards(folder):
     assert_equal(folder / "two" / "on", folder / "two" / "off")
 
 
+@pytest.mark.slow
 def test_after_an_error_in_a_rollout_all_state_is_there():
     scorer = ScriptedScorer((0.0, 1.0) * 2)
     config = DanceGRPOConfig(num_prompts=2, num_samples=2, prompts_per_update=2, rollout_batch=2, update_batch=4)

@@ -129,6 +129,7 @@ def test_a_folder_of_a_file_system_is_made(run, tmp_path):
     assert of_run(tmp_path / "disk" / "fox") == of_run(run)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_written_again_replaces_its_copy(run, url, tmp_path):
     """As after a guard went back; copies of checkpoints that are kept no longer stay."""
     for value in (1.0, 2.0):

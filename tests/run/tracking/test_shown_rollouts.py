@@ -86,6 +86,7 @@ def test_only_the_main_rank_shows_them_and_only_where_they_are_asked_for(tmp_pat
         assert trainer.method.rollouts is source
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_nothing(tmp_path, capsys):
     (tmp_path / "rollouts").write_text("a file is in the way")
     trainer = dance_grpo(GROUPS)

@@ -75,6 +75,7 @@ class Patient(Pool):
         return None
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.integers(1, 4), st.randoms(use_true_random=False))
 @settings(max_examples=100, deadline=None)
 def test_every_item_is_done_once_whatever_answers_first(steps, workers, random):

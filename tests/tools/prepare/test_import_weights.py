@@ -164,6 +164,7 @@ def test_a_network_of_each_layout_gives_its_output(tmp_path, weights, layout, ca
         assert sorted(os.listdir(tmp_path / "out" / part)) == sorted(os.listdir(WAN / part))
 
 
+@pytest.mark.slow
 def test_a_sparse_network_keeps_its_gates(tmp_path, weights):
     outline = SparseWanModel.open_with(WAN, "transformer", SparseAttentionConfig(share=0.5)).network.state_dict()
     gates = {key: torch.full(weight.shape, 0.1) for key, weight in outline.items() if "to_gate_compress" in key}
@@ -233,6 +234,7 @@ def test_encoders_of_a_native_folder(tmp_path, capsys, component, file, name, na
         assert (tmp_path / "out" / same).read_bytes() == (WAN / same).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_text_encoder_has_its_embedding_by_either_name(tmp_path, capsys):
     """As ComfyUI repacks it, with its tokenizer in the file, and with both names of transformers."""
     held = load_file(WAN / "text_encoder" / "model.safetensors")
