@@ -72,8 +72,8 @@ def blueprint(folder: Path) -> Blueprint:
         ]
         hooks = [layer.register_forward_hook(note) for layer in layers]
         try:
-            pipeline.memory.answers.clear()
-            pipeline.call([LONG], facts.size, Picture.new("RGB", facts.size[:0:-1]), stop=True)
+            with pipeline.memory.every_layer():
+                pipeline.call([LONG], facts.size, Picture.new("RGB", facts.size[:0:-1]), stop=True)
         finally:
             for hook in hooks:
                 hook.remove()

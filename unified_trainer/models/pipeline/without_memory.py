@@ -48,7 +48,7 @@ class WithoutMemory:
 
     def __init__(self) -> None:
         self._mode = _Answering(allow_non_fake_inputs=True)
-        self._inside, self._otherwise = 0, list[nn.Module]()
+        self._inside, self._otherwise, self._repeats = 0, list[nn.Module](), True
         self.answers = dict[Any, Any]()
 
     @contextmanager
@@ -59,6 +59,16 @@ class WithoutMemory:
             yield
         finally:
             self._otherwise = []
+
+    @contextmanager
+    def every_layer(self) -> Iterator[None]:
+        """Let each layer of each network run, for hooks that count them."""
+        self.answers.clear()
+        self._repeats = False
+        try:
+            yield
+        finally:
+            self._repeats = True
 
     def prepare(self, network: nn.Module) -> nn.Module:
         """Return the network, on the meta device, as one that answers; its buffers stay what they are."""
@@ -97,10 +107,11 @@ class WithoutMemory:
     def _repeating(self, forward: Any, form: tuple[Any, ...]) -> Any:
         def call(*inputs: Any, **named: Any) -> Any:
             key = _key(inputs, named)
-            output = self.answers.get((form, key)) if self._inside else None
+            repeats = self._inside and self._repeats
+            output = self.answers.get((form, key)) if repeats else None
             if output is None:
                 output = forward(*inputs, **named)
-                if key and self._inside and key == _key(inputs, named):
+                if key and repeats and key == _key(inputs, named):
                     self.answers[form, key] = output
             return output
 
