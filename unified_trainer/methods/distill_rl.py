@@ -69,7 +69,8 @@ class DistillRL(PolicyMethod, MatchingMethod):
         trajectories = self.update.trajectories(samples, step, window, rng)
         penalty = self.update.kl.penalty(trajectories, mesh, metrics)
         advantages = self.groups.advantages(samples, penalty, metrics)
-        critic_weights = self._critic_weights(advantages.groups, config.tilt.beta_at(step), mesh, metrics)
+        scored = advantages.groups
+        critic_weights = self._critic_weights(scored, config.tilt.beta_at(step), mesh, metrics)
 
         updates, weights = advantages.minibatches, config.weights_at(step)
         values = advantages.values[:, None].expand(-1, len(trained))
@@ -84,7 +85,7 @@ class DistillRL(PolicyMethod, MatchingMethod):
             passes += self.x0_terms.passes(samples, parts, rng, weights)
             for loss_of in passes:
                 loss, last = loss_of(), loss_of is passes[-1]
-                yield Loss("student", loss.value, last, metrics | loss.metrics, loss.messages)
+                yield Loss("student", loss.value, last, metrics | loss.metrics, (*scored.messages, *loss.messages))
             moved = moved or bool(passes)
             if not passes:
                 yield Loss("student", torch.zeros((), requires_grad=True), False, metrics, advantages.messages)

@@ -1,6 +1,7 @@
 """A group with a sample that could not be scored: the step is that of a batch without the group."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Rollout
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
+from unified_trainer.methods.distill_rl import DistillRL
 from unified_trainer.methods.rl.groups import GroupConfig, Groups
 from unified_trainer.methods.rl.rollouts import ScoredSamples
 from unified_trainer.rewards.reward import RewardConfig, RewardSum, Scores
@@ -60,3 +62,12 @@ def test_more_than_the_share_end_the_run():
 def test_a_step_of_one_group_makes_no_update():
     found, weights, metrics = step_of([math.nan, 1.0], best_of_n=2)
     assert found.minibatches == [[]] and not weights.any() and metrics == {"reward/unscored": 1.0}
+
+
+def test_the_critic_of_distill_rl_learns_as_from_a_batch_without_it():
+    """Its loss is a mean over all samples of weight x error: weights are 0, or those of the batch without x 6 / 4."""
+    method = SimpleNamespace(config=SimpleNamespace(tilt=SimpleNamespace(max_weight=10.0)))
+    found, _, _ = step_of(LOST)
+    without, _, _ = step_of([*LOST[:2], *LOST[4:]])
+    weights, plain = (DistillRL._critic_weights(method, one.groups, 0.5, ALONE, {}) for one in (found, without))
+    torch.testing.assert_close(weights, torch.cat([plain[:2], torch.zeros(2), plain[2:]]) * 6 / 4)
