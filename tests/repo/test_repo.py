@@ -19,6 +19,7 @@ from unified_trainer.rewards import scorers  # noqa: F401  (it imports every kin
 from unified_trainer.rewards.aesthetic import Aesthetic
 from unified_trainer.rewards.endpoint import Endpoint
 from unified_trainer.rewards.reward import ScorerConfig
+from unified_trainer.rewards.vlm import ChatModel
 from unified_trainer.run.registry import METHODS, method_named
 from unified_trainer.run.settings import command_line
 from unified_trainer.run.settings import config as settings
@@ -275,7 +276,7 @@ SETTINGS += fields_of(ScorerConfig, "reward.scorers.NAME.")
 # Settings that kinds of scorers declare for themselves.
 OWN = [
     (kind, f"reward.scorers.NAME.settings.{name}", name)
-    for kind in (Endpoint, *Endpoint.__subclasses__(), Aesthetic)
+    for kind in (Endpoint, *Endpoint.__subclasses__(), *ChatModel.__subclasses__(), Aesthetic)
     for name in vars(kind)["__annotations__"]
 ]
 SETTINGS += OWN

@@ -210,7 +210,8 @@ def test_no_answer_in_time_is_a_fault():
     [
         ((400, "prompt 0 is too long"), "/score refused the request with code 400: prompt 0 is too long"),
         ((200, {"scores": [1.0]}), "gave 1 scores for 2 videos"),
-        ((200, {"scores": [1.0, None]}), r"answered .*None.*; expected \{'scores': \[numbers\]\}"),
+        ((200, {"scores": [1.0, None]}), r"1 of 2 samples cannot be scored: .* answered null"),
+        ((200, {"scores": [1.0, "2"]}), r"answered .*'2'.*; expected \{'scores': \[numbers or null\]\}"),
         ((200, {"scores": "many"}), "expected {'scores'"),
         ((200, '{"scores": [1.0, NaN]}'), "the score of sample 1 .* is not finite"),
     ],

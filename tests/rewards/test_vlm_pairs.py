@@ -12,7 +12,7 @@ from helpers import ALONE, CPU, SMALL, metrics_of, run
 from PIL import Image
 
 from unified_trainer.basics import requests
-from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.errors import UnscoredError, UserError
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.base import RewardConfig, ScorerConfig
 from unified_trainer.rewards.scorers import check_reward, load_scorers
@@ -41,10 +41,11 @@ def always(text: str) -> dict:
 
 @contextlib.contextmanager
 def comparing(answer, **settings: str):
-    with answering((200, answer)) as (url, asked):
+    with answering((404, "no models"), (200, answer)) as (url, asked):
         part = ScorerConfig(kind="vlm_pairs", batch=2, settings={"url": f"{url}/v1", "model": "m", **settings})
         config = RewardConfig(scorers={"mine": part})
         check_reward(config, 3)
+        assert asked[0][0] == "/v1/models"
         yield load_scorers(config, CPU)[0]["mine"], asked
 
 
@@ -52,8 +53,8 @@ def comparing(answer, **settings: str):
 def test_a_score_is_the_share_of_comparisons_that_a_video_wins_in_its_group(both, count):
     with comparing(brighter, both_orders=both) as (scorer, asked):
         assert scorer(VIDEO[:, :, :1], PROMPTS).tolist() == [0.0, 1.0, 0.5, 0.5, 0.5]
-    assert len(asked) == count and all(
-        "\n\na dog\n\n" in body["messages"][0]["content"][-1]["text"] for *_, body in asked
+    assert len(asked) == 1 + count and all(
+        "\n\na dog\n\n" in body["messages"][0]["content"][-1]["text"] for *_, body in asked[1:]
     )
 
 
@@ -62,7 +63,7 @@ def test_videos_of_one_text_and_other_images_are_not_compared():
     prompts = [requests.Prompt("a dog", (images[i],)) for i in (0, 0, 1, 1, 1)]
     with comparing(brighter, both_orders="false") as (scorer, asked):
         assert scorer(VIDEO[:, :, :1], prompts).tolist() == [0.0, 1.0, 0.5, 1.0, 0.0]
-    assert len(asked) == 4
+    assert len(asked) == 5
 
 
 def test_a_model_that_prefers_what_it_sees_first_tells_nothing_apart():
@@ -82,12 +83,11 @@ def test_an_answer_that_names_no_video_is_an_error():
         ([], Mesh(CPU, 0, 4), r"because the samples of a prompt are compared on one rank"),
     ],
 )
-def test_a_rollout_is_scored_in_whole_groups(words, mesh, message):
-    pairs = [
-        "--reward.scorers.vlm-pairs.settings.url",
-        "http://127.0.0.1:1/v1",
-        "--reward.scorers.vlm-pairs.settings.model",
-    ]
+def test_a_rollout_is_scored_in_whole_groups(words, mesh, message, request):
+    server = answering((200, {"data": []}))
+    url, _ = server.__enter__()
+    request.addfinalizer(lambda: server.__exit__(None, None, None))
+    pairs = ["--reward.scorers.vlm-pairs.settings.url", url, "--reward.scorers.vlm-pairs.settings.model"]
     held_out = ["--reward.scorers.vlm-pairs.weight", "0"]
     with pytest.raises(UserError, match=message):
         check(parse([*SMALL["dance_grpo"], *pairs, "m", *words]), mesh)
@@ -98,10 +98,22 @@ def test_a_rollout_is_scored_in_whole_groups(words, mesh, message):
 @pytest.mark.slow
 def test_a_run_learns_from_comparisons(tmp_path):
     """In groups of two videos, one wins: the mean is one half, and the std in a group of 0 and 1 is sqrt(1 / 2)."""
-    with answering((200, brighter)) as (url, asked):
+    with answering((200, {"data": []}), (200, brighter)) as (url, asked):
         words = {"url": f"{url}/v1", "model": "m", "both-orders": "false"}
         flags = [word for key, value in words.items() for word in (f"--reward.settings.{key}", value)]
-        run("dance_grpo", tmp_path / "run", "--reward.kind", "vlm_pairs", *flags)
+        run("dance_grpo", tmp_path / "run", "--reward.kind", "vlm_pairs", "--reward.frames", "first", *flags)
     (row,) = (row for row in metrics_of(tmp_path / "run") if "train/reward" in row)
     assert row["train/reward"] == 0.5 and row["train/reward_std_in_groups"] == pytest.approx(0.5**0.5)
-    assert len(asked) == 2 and row["train/skipped_updates"] == 0
+    assert len(asked) == 1 + 2 and row["train/skipped_updates"] == 0
+
+
+def test_a_video_that_the_server_refuses_has_no_score_and_the_others_of_its_prompt_do():
+    """The dog of level 0.9 explains all refusals; the other two dogs keep their comparison."""
+
+    def picky(body: dict) -> dict:
+        shown = [level(part) for part in body["messages"][0]["content"] if part["type"] == "image_url"]
+        return always("refused") if max(shown) > 200 else brighter(body)
+
+    with comparing(picky, redraws="1") as (scorer, _), pytest.raises(UnscoredError, match="1 of 5 samples") as failed:
+        scorer(VIDEO[:, :, :1], PROMPTS)
+    assert failed.value.scores == [0.0, None, 0.5, 1.0, 0.5]

@@ -1,5 +1,7 @@
 """The reward: which frames are scored, their mean, the scale, and no silent numbers."""
 
+import dataclasses
+import re
 import sys
 from types import SimpleNamespace
 
@@ -7,11 +9,11 @@ import pytest
 import torch
 from helpers import CAPTIONS, LATENT_SHAPE, ScriptedScorer, mean_score, reward_of
 
-from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.errors import NotFiniteError, UnscoredError, UserError
 from unified_trainer.methods.rl.rollouts import LocalRollouts
 from unified_trainer.rewards import reward as reward_module
 from unified_trainer.rewards.pixels import motion_energy
-from unified_trainer.rewards.reward import Reward, RewardConfig, ScorerConfig
+from unified_trainer.rewards.reward import Reward, RewardConfig, ScorerConfig, VideoReward
 
 PROMPTS = CAPTIONS[:3]
 VIDEO = torch.rand(3, 3, 9, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -237,6 +239,25 @@ def test_a_wrong_input_is_not_asked_about_again(codec):
     with pytest.raises(UserError, match="a special token"):
         of_video(reward_set(codec, {"weak": scorer}, retries=5, weak={}), VIDEO, PROMPTS)
     assert scorer.asked == 1
+
+
+def test_a_sample_without_a_score_is_nan_and_never_a_number(codec, capsys):
+    """Other samples keep their scaled scores; `total`, gradients and videos of no run refuse it."""
+    lost = Failing(9, UnscoredError("it is dark", [1.0, None, 3.0]))
+    one = reward_set(codec, {"weak": lost}, weak={"scale": 0.5})
+    parts = one.score(LATENTS, PROMPTS).parts
+    assert parts[[0, 2], 1].tolist() == [0.5, 1.5] and parts[:, 1].isnan().tolist() == [False, True, False]
+    assert (
+        not parts[:, 0].isnan().any() and "weak: 1 of 3 samples cannot be scored: it is dark" in capsys.readouterr().out
+    )
+    assert one.partial_total(parts).isnan().tolist() == [False, True, False]
+    assert torch.equal(one.partial_total(parts)[[0, 2]], one.total(parts[[0, 2]]))
+    with pytest.raises(NotFiniteError, match=re.escape(PROMPTS[1])):
+        one.total(parts, PROMPTS)
+    strict = Reward(one.scorers, codec, dataclasses.replace(one.config, unscored=0.0))
+    for other in (strict, VideoReward(one.scorers, one.config)):
+        with pytest.raises(UnscoredError, match="1 of 3 samples cannot be scored: it is dark"):
+            other.parts(VIDEO, PROMPTS, ["weak"])
 
 
 def test_a_set_needs_a_scorer_for_each_name(codec):

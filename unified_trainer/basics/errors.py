@@ -5,7 +5,7 @@ package or of a method, scorer or model family written outside it: it keeps its 
 """
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,6 +30,15 @@ class MissingPackageError(UserError, ModuleNotFoundError):
 
 class NotFiniteError(UserError, FloatingPointError):
     """A loss, gradient, score or setting is NaN or infinite."""
+
+
+class UnscoredError(UserError):
+    """A scorer has no number for some samples of a call; `scores` has None for them, which is never taken for 0."""
+
+    def __init__(self, reason: str, scores: Sequence[float | None]) -> None:
+        lost = sum(score is None for score in scores)
+        super().__init__(f"{lost} of {len(scores)} samples cannot be scored: {reason}" if len(scores) > 1 else reason)
+        self.scores = scores
 
 
 class SaidError(UserError):

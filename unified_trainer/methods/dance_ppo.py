@@ -19,7 +19,7 @@ from unified_trainer.methods.rl.minibatches import Minibatch, plan_minibatches
 from unified_trainer.methods.rl.policy import PolicyConfig
 from unified_trainer.methods.rl.replay import Trajectories
 from unified_trainer.methods.rl.rollout_method import PolicyMethod
-from unified_trainer.methods.rl.rollouts import ScoredSamples
+from unified_trainer.methods.rl.scored_groups import ScoredGroups
 from unified_trainer.methods.rl.updates import MinibatchLoss, role_losses
 from unified_trainer.numerics.advantages import gae, standardized, vtrace
 from unified_trainer.numerics.importance_weight import scaled_log_ratio
@@ -109,34 +109,37 @@ class DancePPO(PolicyMethod):
         window, trained = self.update.transitions(step, rng, metrics)
         samples = self.roll_out(batch, step, rng, mesh, metrics)
         trajectories = self.update.trajectories(samples, step, window, rng)
-        returns = self._returns(samples, trajectories, mesh, metrics)
+        own = samples.batch.sample_ids  # advantages compare no groups: a sample is left out alone
+        scored = ScoredGroups.of(samples, own, self.reward, mesh, metrics)
+        returns = self._returns(scored, trajectories, mesh, metrics)
         values = self._values(trajectories)
-        targets, advantages = self._compare(trajectories, _own(returns, mesh), values, mesh)
-        advantages = self._normalised(advantages[:, [trajectories.index(s) for s in trained]], mesh)
-        self._note_values(mesh.gather(values), returns, window, metrics)
+        targets, advantages = self._compare(trajectories, _own(scored.everywhere(returns), mesh), values, mesh)
+        advantages = self._normalised(advantages[:, [trajectories.index(s) for s in trained]], scored, mesh)
+        self._note_values(mesh.gather(values)[scored.rows], returns, window, metrics)
 
-        updates = self._minibatches(len(batch), mesh)
+        updates = self._minibatches(scored, mesh)
         value_at = partial(self._value_loss, trajectories, values, targets)
         start_update = self.update.begin(trajectories, advantages, trained, updates, mesh)
         for minibatches in updates:
-            yield from role_losses("value", minibatches, valued(window, self.sampler), value_at, metrics)
+            yield from role_losses(
+                "value", minibatches, valued(window, self.sampler), value_at, metrics, scored.messages
+            )
             if step >= self.config.value_warmup_steps:
                 yield from role_losses("student", minibatches, trained, start_update(minibatches), metrics)
 
-    def _returns(self, samples: ScoredSamples, trajectories: Trajectories, mesh: Mesh, metrics: Metrics) -> PerSample:
-        """Return the rewards of all ranks' samples minus the KL's penalty, in the unit of the value function."""
-        penalty = self.update.kl.penalty(trajectories, mesh, metrics)
-        scores = samples.scores.gathered(mesh)
-        rewards = samples.rewards(self.reward, scores, mesh)
-        ids = mesh.gather(torch.tensor(samples.batch.sample_ids, device=rewards.device)) // self.config.num_samples
-        metrics |= reward_metrics(rewards, ids) | self.reward.metrics(scores, ids)
-        return self._standardised(rewards if penalty is None else rewards - mesh.gather(penalty).cpu().double())
+    def _returns(self, scored: ScoredGroups, trajectories: Trajectories, mesh: Mesh, metrics: Metrics) -> PerSample:
+        """Return the rewards of all ranks' scored samples minus the KL's penalty, in the unit of the value function."""
+        penalty, rewards = self.update.kl.penalty(trajectories, mesh, metrics), scored.rewards
+        ids = scored.ids // self.config.num_samples
+        metrics |= reward_metrics(rewards, ids) | self.reward.metrics(scored.scores, ids)
+        kl = 0.0 if penalty is None else mesh.gather(penalty).cpu().double()[scored.rows]
+        return self._standardised(rewards - kl)
 
-    def _minibatches(self, samples: int, mesh: Mesh) -> list[list[Minibatch]]:
-        """Return the minibatches of each update, which together hold all of this rank's samples."""
+    def _minibatches(self, scored: ScoredGroups, mesh: Mesh) -> list[list[Minibatch]]:
+        """Return the minibatches of each update, which together hold all of this rank's scored samples."""
         updates = self.config.num_prompts // self.config.prompts_per_update
-        size = largest_divisor(samples // updates, self.config.update_batch)
-        every = torch.ones(samples * mesh.data_size, dtype=torch.bool)
+        every = scored.everywhere(torch.ones(len(scored.rows), dtype=torch.bool))
+        size = largest_divisor(len(every) // mesh.data_size // updates, self.config.update_batch)
         return plan_minibatches(every, every.double(), mesh.data_rank, mesh.data_size, updates, size)
 
     def _standardised(self, rewards: PerSample) -> PerSample:
@@ -188,11 +191,13 @@ class DancePPO(PolicyMethod):
         log_rho = self._log_ratios(trajectories)
         return vtrace(log_rho, rewards, values, discounts, end, config.rho_bar, config.c_bar, config.gae_lambda)
 
-    def _normalised(self, advantages: PerTransition, mesh: Mesh) -> PerTransition:
-        """Standardise the advantages over all samples and trained transitions of all ranks, and clip them."""
+    def _normalised(self, advantages: PerTransition, scored: ScoredGroups, mesh: Mesh) -> PerTransition:
+        """Standardise the advantages over scored samples and trained transitions of all ranks, and clip them."""
         if self.config.normalise_advantages:
             everywhere = mesh.gather(advantages)
-            advantages = _own(standardized(everywhere.flatten()).view_as(everywhere), mesh)
+            found = everywhere[scored.rows]
+            everywhere[scored.rows] = standardized(found.flatten()).view_as(found)
+            advantages = _own(everywhere, mesh)
         return advantages.clamp(-self.config.advantage_clip, self.config.advantage_clip)
 
     def _value_loss(

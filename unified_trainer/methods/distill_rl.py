@@ -18,10 +18,11 @@ from unified_trainer.methods.base import Loss, Metrics, frozen, initial_copy, tr
 from unified_trainer.methods.distill_rl_settings import DistillRLConfig
 from unified_trainer.methods.distribution_matching import DistributionMatching, MatchingMethod
 from unified_trainer.methods.rl.dynamic_sampling import with_replacement
-from unified_trainer.methods.rl.groups import Groups, gather_ids
+from unified_trainer.methods.rl.groups import Groups
 from unified_trainer.methods.rl.minibatches import Minibatch
 from unified_trainer.methods.rl.rollout_method import PolicyMethod
 from unified_trainer.methods.rl.rollouts import ScoredSamples
+from unified_trainer.methods.rl.scored_groups import ScoredGroups
 from unified_trainer.methods.rl.updates import LossAt, MinibatchLoss
 from unified_trainer.methods.x0_terms import X0Terms
 from unified_trainer.numerics.advantages import capped_share, tilt_weights
@@ -68,7 +69,8 @@ class DistillRL(PolicyMethod, MatchingMethod):
         trajectories = self.update.trajectories(samples, step, window, rng)
         penalty = self.update.kl.penalty(trajectories, mesh, metrics)
         advantages = self.groups.advantages(samples, penalty, metrics)
-        critic_weights = self._critic_weights(samples, config.tilt.beta_at(step), mesh, metrics)
+        scored = advantages.groups
+        critic_weights = self._critic_weights(scored, config.tilt.beta_at(step), mesh, metrics)
 
         updates, weights = advantages.minibatches, config.weights_at(step)
         values = advantages.values[:, None].expand(-1, len(trained))
@@ -83,21 +85,20 @@ class DistillRL(PolicyMethod, MatchingMethod):
             passes += self.x0_terms.passes(samples, parts, rng, weights)
             for loss_of in passes:
                 loss, last = loss_of(), loss_of is passes[-1]
-                yield Loss("student", loss.value, last, metrics | loss.metrics, loss.messages)
+                yield Loss("student", loss.value, last, metrics | loss.metrics, (*scored.messages, *loss.messages))
             moved = moved or bool(passes)
             if not passes:
                 yield Loss("student", torch.zeros((), requires_grad=True), False, metrics, advantages.messages)
 
-    def _critic_weights(self, samples: ScoredSamples, beta: float, mesh: Mesh, metrics: Metrics) -> PerSample | None:
+    def _critic_weights(self, groups: ScoredGroups, beta: float, mesh: Mesh, metrics: Metrics) -> PerSample | None:
         """Return exp(-reward / beta) of this rank's samples, centered and normalised; None without beta."""
-        if not beta:
+        if not (beta and len(groups.ids)):
             return None
-        scores, largest = samples.scores.gathered(mesh), self.config.tilt.max_weight
-        rewards, ids = samples.rewards(self.reward, scores, mesh), gather_ids(samples.batch, scores.parts, mesh)
-        weights = tilt_weights(rewards, ids, -beta, largest)
+        rewards, ids, largest = groups.rewards, groups.ids, self.config.tilt.max_weight
+        weights = groups.everywhere(tilt_weights(rewards, ids, -beta, largest))
         metrics["tilt_capped"] = capped_share(rewards, ids, -beta, largest)
-        start = mesh.data_rank * len(samples.batch)
-        return weights[start : start + len(samples.batch)].float()
+        mean_of_all = len(weights) / len(ids)  # the loss is a mean over all samples
+        return (weights * mean_of_all).chunk(mesh.data_size)[mesh.data_rank].float()
 
     def _critic_losses(
         self, samples: ScoredSamples, parts: tuple[Tensor, ...], weights: PerSample | None, rng: Streams

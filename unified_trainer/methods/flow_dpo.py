@@ -27,10 +27,11 @@ from unified_trainer.methods.base import (
     trained,
 )
 from unified_trainer.methods.rl.forward_process import ForwardConfig, generate_samples
-from unified_trainer.methods.rl.groups import Advantages, gather_ids, reward_metrics
+from unified_trainer.methods.rl.groups import Advantages, reward_metrics
 from unified_trainer.methods.rl.minibatches import Minibatch, plan_minibatches
 from unified_trainer.methods.rl.rollout_method import RolloutMethod
 from unified_trainer.methods.rl.rollouts import ScoredSamples
+from unified_trainer.methods.rl.scored_groups import ScoredGroups
 from unified_trainer.methods.rl.updates import LossAt, MinibatchLoss, update_losses
 from unified_trainer.numerics.advantages import groups, zero_variance
 from unified_trainer.numerics.flow import ShiftedUniform, add_noise
@@ -132,21 +133,25 @@ class OnlineDPO(RolloutMethod):
 
         A pair is of the rank and the update of its best sample.
         """
-        config, gathered, own = self.config, samples.scores.gathered(mesh), len(samples.batch)
-        rewards, ids = samples.rewards(self.reward, gathered, mesh), gather_ids(samples.batch, gathered.parts, mesh)
-        order = mesh.gather(torch.tensor(samples.batch.sample_ids, device=ids.device)).cpu()
-        gap, worst = torch.zeros_like(rewards), list(range(len(rewards)))
+        config, own = self.config, len(samples.batch)
+        updates = config.num_prompts // config.prompts_per_update
+        scored = ScoredGroups.of(samples, samples.batch.prompt_ids, self.reward, mesh, metrics)
+        rewards, ids, places = scored.rewards, scored.ids, scored.rows.tolist()
+        order = mesh.gather(torch.tensor(samples.batch.sample_ids))
+        gap, worst = torch.zeros_like(rewards), list(range(len(order)))
+        if not places:
+            return Pairs([*range(own)], {}), Advantages.none(scored, own, updates)
         by_prompt = groups(rewards, ids)
         for members in by_prompt.values():
-            rows = members[order[members].argsort()]  # of equal samples the first, however many ranks there are
+            rows = members[order[scored.rows[members]].argsort()]  # of equal samples the first, on any number of ranks
             best, least = rows[rewards[rows].argmax()], rows[rewards[rows].argmin()]
-            gap[best], worst[int(best)] = rewards[best] - rewards[least], int(least)
+            gap[best], worst[places[best]] = rewards[best] - rewards[least], places[least]
         gap[zero_variance(rewards, ids)] = 0.0
-        updates = config.num_prompts // config.prompts_per_update
+        gap = scored.everywhere(gap)
         size = largest_divisor(own // config.num_samples // updates, max(1, config.update_batch // 2))
         minibatches = plan_minibatches(gap > 0, gap, mesh.data_rank, mesh.data_size, updates, size)
         skipped = sum(not parts for parts in minibatches)
-        metrics |= reward_metrics(rewards, ids) | self.reward.metrics(gathered, ids)
+        metrics |= reward_metrics(rewards, ids) | self.reward.metrics(scored.scores, ids)
         metrics |= {
             "frac_zero_std_groups": 1 - int((gap > 0).sum()) / len(by_prompt),
             "skipped_updates": float(skipped),
@@ -154,7 +159,7 @@ class OnlineDPO(RolloutMethod):
         messages = (f"{skipped} of {updates} updates skipped because no group has unequal rewards",) if skipped else ()
         first = mesh.data_rank * own
         pairs = Pairs([row % own for row in worst[first : first + own]], _moved(worst, own, samples, mesh))
-        return pairs, Advantages(gap[first : first + own].float(), minibatches, messages)
+        return pairs, Advantages(gap[first : first + own].float(), minibatches, (*scored.messages, *messages), scored)
 
     def _loss(self, samples: ScoredSamples, pairs: Pairs, minibatch: Minibatch, s: int, rng: Streams) -> MinibatchLoss:
         """-log sigmoid of the logits at one noise level, weighted over the pairs; a pair has one noise."""

@@ -9,12 +9,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from unified_trainer.basics.effects import READS, RUNS_CODE, RUNS_PROGRAM, SENDS, Text
-from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.errors import UnscoredError, UserError
 from unified_trainer.basics.ranges import (
     MAY_CHANGE,
     Count,
     CountOrZero,
     Finite,
+    Fraction,
     Period,
     PositiveFraction,
     Range,
@@ -27,6 +28,9 @@ from unified_trainer.rewards.scorer_child import asks_for_images
 
 # Videos in [0, 1] and one prompt for each -> one number for each; higher is better. A scorer raises rather than guess.
 Scorer = Callable[[Video, Sequence[str]], PerSample]
+Frames = Literal["", "first", "several", "every", "all"]
+SEVERAL, OF_SEVERAL = 8, dict[str, Frames](vlm="several", vlm_pairs="several")  # frames, and kinds that see them
+SERVED, RETRIES = ("http", *OF_SEVERAL), 5  # kinds that ask a server, and the retries of their faults
 Features = Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "b d"]]  # rows that a Frechet distance compares
 
 
@@ -42,8 +46,9 @@ class ScorerConfig:
     "tiny" is the embedded HPSv3."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the backbone."""
-    frames: Literal["first", "every", "all"] = "first"
-    """Frames that are scored: the first, every frame_stride-th, or all. Scorers of images give the mean over them."""
+    frames: Frames = ""
+    """Frames that are scored: the first, several (at most 8, evenly spaced), every frame_stride-th, or all; by default
+    several for vlm and vlm_pairs, and else the first. Scorers of images give the mean over them."""
     top_fraction: PositiveFraction = 1.0
     """Fraction of the scored frames, those of the highest scores, that a scorer of images averages; 1 is the mean."""
     frame_stride: Count = 8
@@ -72,7 +77,8 @@ class ScorerConfig:
 
     def stride(self, frames: int) -> int:
         """Return the stride of the frames that are scored in a video of `frames` frames; the first is always one."""
-        return {"first": max(frames, 1), "every": self.frame_stride, "all": 1}[self.frames]
+        first, several = max(frames, 1), max(1, -(-frames // SEVERAL))
+        return {"": first, "first": first, "several": several, "every": self.frame_stride, "all": 1}[self.frames]
 
 
 @dataclass(frozen=True)
@@ -95,9 +101,12 @@ class RewardConfig(ScorerConfig):
     statistics_every: Annotated[Period, MAY_CHANGE] = 1
     """Training steps from one with pixel statistics of its rollout (pixels/NAME) to the next. The hacking monitor reads
     those of validations, which are always computed, and the diversity of every training step."""
-    retries: Annotated[CountOrZero, MAY_CHANGE] = 0
+    retries: Annotated[CountOrZero | None, MAY_CHANGE] = None
     """Calls of a scorer that are repeated after a fault of its device, disk or connection: after half a second, and
-    after twice as long each time, a minute at most."""
+    after twice as long each time, a minute at most. By default 5 for scorers that ask a server, and 0 for others."""
+    unscored: Annotated[Fraction, MAY_CHANGE] = 0.01
+    """Share of the samples of a training step or validation, rounded up, that a scorer may leave without a score; more
+    end the run. Their groups are left out of the step, and their numbers out of the validation's means."""
     timeout: Annotated[Seconds, MAY_CHANGE] = 600.0
     """Seconds within which a scorer must answer a call, and one with a Python of its own must load; scorers that ask a
     server have settings.timeout instead."""
@@ -112,11 +121,12 @@ class RewardConfig(ScorerConfig):
         return kind.rpartition(":")[2]
 
     def named(self) -> dict[str, ScorerConfig]:
-        """Return every scorer's settings by its name, with the kind filled in; none if the run measures no reward."""
+        """Return every scorer's settings by its name, with kind and frames filled in; none without a reward."""
         own = {f.name: getattr(self, f.name) for f in fields(ScorerConfig)}
         first = ScorerConfig(**own | {"kind": self.kind or self.first})
         rest = {name: replace(config, kind=config.kind or name) for name, config in self.scorers.items()}
-        return {self.first: first, **rest} if self.first else rest
+        parts = {self.first: first, **rest} if self.first else rest
+        return {n: replace(part, frames=part.frames or OF_SEVERAL.get(part.kind, "first")) for n, part in parts.items()}
 
     def key(self, name: str) -> str:
         """Return the setting under which a scorer is described, for messages."""
@@ -226,6 +236,13 @@ class ScorerKind:
     of_latents: bool = False  # whether it reads clean latents in place of videos; `frames` then counts latent frames
     prompt_rules: Callable[[ScorerConfig], PromptRules] | None = None  # reads the tokenizer, and no weights
     declared: type | None = None  # the dataclass of `config.settings`
+
+
+def or_unscored(answers: Sequence[float | str], device: torch.device) -> PerSample:
+    """Return the numbers of samples; raise UnscoredError if some are the reason why there is none."""
+    if reasons := [answer for answer in answers if isinstance(answer, str)]:
+        raise UnscoredError(reasons[0], [None if isinstance(answer, str) else answer for answer in answers])
+    return torch.tensor(answers, dtype=torch.float32, device=device)
 
 
 def check_path(config: ScorerConfig, key: str, frames: int) -> None:

@@ -10,6 +10,8 @@ from unified_trainer.rewards.base import ScorerConfig
 from unified_trainer.rewards.own_settings import ScorerSettings
 from unified_trainer.rewards.wire import check_server, exchange, token_of
 
+LOOK = 30.0  # seconds within which a server must answer before the run
+
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint(ScorerSettings):
@@ -29,6 +31,13 @@ class Endpoint(ScorerSettings):
         check_server(self.url, self.timeout, self.token_variable, f"{key}.settings.")
         if config.path or config.device:
             raise UserError(f"{key}: {config.kind} has no weights here; leave {key}.path and {key}.device out")
+
+    def look(self, path: str, key: str) -> Any:
+        """Return the answer to a GET before the run; raise UserError, naming the key, if no server answers."""
+        try:
+            return exchange(self.url, path, timeout=min(self.timeout, LOOK), token=token_of(self.token_variable))
+        except OSError as fault:
+            raise UserError(f"{key}.settings.url: {fault}; start the server first") from fault
 
     def exchange(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Return the JSON value that the server answers to a POST of `body`, or to a GET without one.

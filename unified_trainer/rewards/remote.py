@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import NoneType
 
 import torch
 
@@ -10,7 +11,7 @@ from unified_trainer.basics.effects import Text
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Prompt
 from unified_trainer.basics.types import PerSample, Video
-from unified_trainer.rewards.base import Scorer, ScorerConfig
+from unified_trainer.rewards.base import Scorer, ScorerConfig, or_unscored
 from unified_trainer.rewards.endpoint import Endpoint
 from unified_trainer.rewards.image_json import images_to_json
 from unified_trainer.rewards.own_settings import kind_of
@@ -32,12 +33,7 @@ class Remote(Endpoint):
     def check(self, config: ScorerConfig, key: str, frames: int) -> None:
         """Ask the server what it is; raise UserError unless it speaks this protocol and can score such videos."""
         super().check(config, key, frames)
-        try:
-            about = self.exchange("health")
-        except OSError as fault:
-            raise UserError(
-                f"{key}.settings.url: {fault}; start the server first, such as by the command serve-reward"
-            ) from fault
+        about = self.look("health", key)
         known = isinstance(about, dict) and isinstance(about.get("name"), str) and type(about.get("min_frames")) is int
         if not known:
             raise UserError(f"{key}: {self.url}/health answered {about}; expected name, protocol and min_frames")
@@ -63,22 +59,22 @@ class Remote(Endpoint):
             starts = range(0, len(video), config.batch)
             images = any(isinstance(prompt, Prompt) for prompt in prompts) and takes_images()
             parts = [self._scores(video[i : i + config.batch], prompts[i : i + config.batch], images) for i in starts]
-            return torch.tensor([value for part in parts for value in part], dtype=torch.float32, device=video.device)
+            return or_unscored([value for part in parts for value in part], video.device)
 
         return score
 
-    def _scores(self, video: Video, prompts: Sequence[str], images: bool) -> list[float]:
+    def _scores(self, video: Video, prompts: Sequence[str], images: bool) -> list[float | str]:
         body = {"protocol": PROTOCOL, "prompts": list(prompts), "videos": to_json(video, self.encoding)}
         if images:
             given = [prompt.images[0] for prompt in prompts if isinstance(prompt, Prompt)]
             body["images"] = images_to_json(given, *video.shape[-2:])
         answer = self.exchange("score", body)
         scores = answer.get("scores") if isinstance(answer, dict) else None
-        if not isinstance(scores, list) or not all(type(score) in (int, float) for score in scores):
-            raise UserError(f"{self.url}/score answered {str(answer)[:200]}; expected {{'scores': [numbers]}}")
+        if not isinstance(scores, list) or not all(type(score) in (int, float, NoneType) for score in scores):
+            raise UserError(f"{self.url}/score answered {str(answer)[:200]}; expected {{'scores': [numbers or null]}}")
         if len(scores) != len(video):
             raise UserError(f"{self.url}/score gave {len(scores)} scores for {len(video)} videos")
-        return scores
+        return [f"{self.url} answered null" if score is None else score for score in scores]
 
 
 KIND = kind_of("http", Remote)

@@ -1,5 +1,6 @@
 """The reward role: it decodes the student's samples and scores their frames with a weighted set of scorers."""
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,13 +11,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.basics.errors import NotFiniteError, UserError, working_on
+from unified_trainer.basics.errors import NotFiniteError, UnscoredError, UserError, working_on
+from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import Latents, PerSample, Video, check_finite, take_rows
 from unified_trainer.models.base import Codec
 from unified_trainer.numerics.advantages import Ids, spread
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.meter import phase
-from unified_trainer.rewards.base import ApartScorer, RewardConfig, Scorer, ScorerConfig, of_images
+from unified_trainer.rewards.base import RETRIES, SERVED, ApartScorer, RewardConfig, Scorer, ScorerConfig, of_images
 from unified_trainer.rewards.offloaded import OffloadedScorer
 from unified_trainer.rewards.pixels import diversity, statistics, thumbnail
 
@@ -68,6 +70,7 @@ class RewardSum:
         """Raise UserError for settings that cannot be."""
         config.check()
         self.config, self._configs = config, config.named()
+        self.reason = ""  # why a sample was not scored last, in this process
         self.weights = {name: part.weight for name, part in self._configs.items() if part.weight}
         self.held_out = tuple(name for name, part in self._configs.items() if not part.weight)
 
@@ -77,6 +80,21 @@ class RewardSum:
         rewards, names = parts @ weights, list(self.weights)
         check_real(rewards, lambda row: f"{names[int((parts[row] * weights).abs().argmax())]}: ", prompts, first)
         return rewards
+
+    def partial_total(self, parts: Float[Tensor, "b r"], prompts: Sequence[str] = (), first: int = 0) -> PerSample:
+        """Return what `total` does, and NaN for samples without a score."""
+        lost = parts.isnan().any(1)
+        return self.total(parts.masked_fill(lost[:, None], 0.0), prompts, first).masked_fill(lost, math.nan)
+
+    def count_unscored(self, parts: Float[Tensor, "all r"]) -> dict[str, float]:
+        """Return how many samples have no score, if some; UserError for more than `unscored` allows, or for all."""
+        lost, count, share = int(parts.isnan().any(1).sum()), len(parts), self.config.unscored
+        if lost > min(math.ceil(share * count), count - 1):
+            raise UserError(
+                f"reward: {lost} of {count} samples cannot be scored, more than reward.unscored {share:g} allows"
+                f"{self.reason and f': {self.reason}'}"
+            )
+        return {"reward/unscored": float(lost)} if lost else {}
 
     def metrics(self, scores: Scores, ids: Ids) -> dict[str, float]:
         """Return means over the samples: of each part with its standard deviation within groups, and of the pixels.
@@ -153,7 +171,9 @@ class VideoReward(RewardSum):
     def _call(self, name: str, clips: Video | Latents, prompts: tuple[str, ...]) -> object:
         """Call a scorer, and again after a fault and a pause, `retries` times at most."""
         named = ", ".join(map(repr, prompts[:PROMPTS_NAMED])) + (", ..." if len(prompts) > PROMPTS_NAMED else "")
-        calls = 1
+        calls, retries = 1, self.config.retries
+        if retries is None:
+            retries = RETRIES if self._configs[name].kind in SERVED else 0
         with working_on(f"scorer {name}, prompts {named}"):
             while True:
                 try:
@@ -165,9 +185,9 @@ class VideoReward(RewardSum):
                         f"the scorer called sys.exit({ended.code!r}), which would end the run"
                     ) from ended
                 except FAULTS as fault:
-                    if calls > self.config.retries and isinstance(fault, TimeoutError):
+                    if calls > retries and isinstance(fault, TimeoutError):
                         raise UserError(f"{fault}; asked {calls} time{'s' * (calls > 1)} (reward.retries)") from fault
-                    if calls > self.config.retries:
+                    if calls > retries:
                         fault.add_note(
                             f"reward: scorer {name} failed {calls} time{'s' * (calls > 1)}; a fault that may pass is "
                             "retried with a higher reward.retries"
@@ -215,6 +235,17 @@ class Reward(VideoReward):
         self.offloaded = any(isinstance(self.scorers[name], OffloadedScorer) for name in self.weights)
         self._apart = [name for name in self.weights if isinstance(self.scorers[name], ApartScorer)]
         self._thread = ThreadPoolExecutor(1, "apart") if self._apart else None  # one call at a time, in their order
+
+    def _part(self, name: str, video: Video | Latents, prompts: tuple[str, ...]) -> PerSample:
+        try:
+            return super()._part(name, video, prompts)
+        except UnscoredError as error:
+            if not self.config.unscored or len(error.scores) != len(video):
+                raise
+            self.reason = f"{name}: {error}"
+            say(f"reward: {self.reason}")
+            scores = [math.nan if score is None else score for score in error.scores]
+            return self._configs[name].scale * torch.tensor(scores, dtype=torch.float32, device=video.device)
 
     @property
     def apart(self) -> bool:

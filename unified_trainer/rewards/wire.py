@@ -11,7 +11,12 @@ from unified_trainer.basics.secrets import masked
 
 MAY_PASS = (408, 429)  # timeout and too many requests: the only codes below 500 that another request may not get
 SHOWN = 2000  # characters of a server's message that an error repeats
+OF_REQUEST = (400, 404, 405, 413, 422, 501)  # for its path or content; 401 and 403 refuse every request
 MOST_BYTES = 2**26  # of an answer
+
+
+class RefusedError(UserError):
+    """A server refuses a request, and may accept others."""
 
 
 def exchange(
@@ -33,12 +38,14 @@ def exchange(
     data = None if body is None else json.dumps(body, allow_nan=False).encode()
     code, place, text = _answer(address, data, timeout, token, most_bytes)
     message = text.decode(errors="replace").strip()[:SHOWN]
-    if code >= 500 or code in MAY_PASS:
+    if code > 501 or code == 500 or code in MAY_PASS:
         raise ConnectionError(f"{address} answered with code {code}: {message}")
     if 300 <= code < 400:
         raise UserError(f"{address} redirects to {masked(place)!r}: give that server's own address, if you trust it")
     if code >= 400:
-        raise UserError(f"{address} refused the request with code {code}: {message}")
+        raise (RefusedError if code in OF_REQUEST else UserError)(
+            f"{address} refused the request with code {code}: {message}"
+        )
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

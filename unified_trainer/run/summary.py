@@ -58,9 +58,8 @@ def _role(plan: RolePlan, role: Role) -> str:
 
 
 def _scorer(config: ScorerConfig) -> str:
-    frames = {"first": "first frame", "every": f"every {config.frame_stride}th frame", "all": "all frames"}[
-        config.frames
-    ]
+    every = f"every {config.frame_stride}th frame"
+    frames = {"first": "first frame", "several": "up to 8 frames", "every": every, "all": "all frames"}[config.frames]
     what = f"weight {config.weight:g}" if config.weight else "held out: measured at validations only"
     network = [f"{config.path}, {config.precision}"] if config.path else []
     process = [f"in {config.python}"] if config.python else []

@@ -1,15 +1,18 @@
 """A validation keeps the videos of its first samples and of its best and worst ones, however it is cut into parts."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from helpers import ALONE
 
+from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.rewards.reward import RewardConfig, RewardSum, ScorerConfig
 from unified_trainer.run.settings.config import ValidationConfig
 from unified_trainer.run.validation.report import Report
-from unified_trainer.run.validation.samples import EXTREMES, SCORES, Measured, shown
+from unified_trainer.run.validation.samples import EXTREMES, SCORES, THUMBNAILS, Measured, shown
 
 
 def reward(**weights: float) -> RewardSum:
@@ -43,6 +46,21 @@ def test_the_extremes_of_parts_hold_those_of_all_samples(batch, share):
     others = totals[[number for number in range(12) if number not in wanted]]
     extremes = totals[sorted(wanted - {0, 1})]
     assert len(extremes) >= 2 and not ((extremes > others.min()) & (extremes < others.max())).any()
+
+
+def test_a_sample_without_a_score_is_no_part_of_the_means(tmp_path):
+    """Nor is it among the best; its line has null, since JSON has no NaN. All of them end the run."""
+    scores = torch.tensor([[0.0], [3.0], [float("nan")], [1.0]])
+    assert shown(ONE, {SCORES: scores}, range(4), 1) == {0, 1, 3}
+    report = Report(ValidationConfig(num_samples=4, num_videos=0), ONE, Request.of(["a cat"] * 4), ALONE, 8.0)
+    columns = {SCORES: scores, THUMBNAILS: torch.zeros(4, 3)}
+    result = report.result(columns, {}, tmp_path, 1)
+    wanted = {"reward": 4 / 3, "reward/sharpness": 4 / 3, "reward/unscored": 1.0}
+    assert {name: result.metrics[f"validation/{name}"] for name in wanted} == pytest.approx(wanted)
+    rows = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert [row["reward"] for row in rows] == [0.0, 3.0, None, 1.0]
+    with pytest.raises(UserError, match="4 of 4 samples cannot be scored"):
+        report.result(columns | {SCORES: scores * float("nan")}, {}, tmp_path, 1)
 
 
 def test_padding_is_never_shown_and_no_video_means_none():

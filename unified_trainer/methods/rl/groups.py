@@ -17,6 +17,7 @@ from unified_trainer.methods.base import MethodSetup, Metrics
 from unified_trainer.methods.rl.minibatches import Minibatch, plan_minibatches
 from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.methods.rl.rollouts import STORED, ScoredSamples
+from unified_trainer.methods.rl.scored_groups import ScoredGroups
 from unified_trainer.numerics.advantages import (
     Estimator,
     below_threshold,
@@ -68,7 +69,13 @@ class Advantages:
 
     values: PerSample  # of this rank's samples
     minibatches: list[list[Minibatch]]  # of each update; empty for an update without any advantage
-    messages: tuple[str, ...]  # names skipped updates, if any
+    messages: tuple[str, ...]  # names samples that are left out and skipped updates, if any
+    groups: ScoredGroups
+
+    @classmethod
+    def none(cls, scored: ScoredGroups, own: int, updates: int) -> "Advantages":
+        """Return those of a step without a group whose samples are all scored: no update trains."""
+        return cls(torch.zeros(own), [[]] * updates, scored.messages, scored)
 
 
 class Groups:
@@ -83,31 +90,32 @@ class Groups:
         Advantages compare the rewards minus the penalty; thresholds, failures and metrics use the rewards themselves.
         """
         config, mesh = self._config, self._mesh
-        gathered = samples.scores.gathered(mesh)
-        ids, rewards = gather_ids(samples.batch, gathered.parts, mesh), samples.rewards(self._reward, gathered, mesh)
-        advantages, equal = self._compare(gathered.parts, rewards, ids, penalty)
+        scored = ScoredGroups.of(samples, samples.batch.prompt_ids, self._reward, mesh, metrics)
+        updates, own = config.num_prompts // config.prompts_per_update, len(samples.batch)
+        ids, rewards = scored.ids, scored.rewards
+        if not len(ids):  # the only group of the step
+            return Advantages.none(scored, own, updates)
+        advantages, equal = self._compare(scored, penalty)
         below = below_threshold(rewards, ids, config.reward_threshold)
         useful = ~equal | (config.advantage == "global")  # equal rewards still differ from those of other prompts
         advantages[below | ~useful] = 0.0
         if config.best_of_n:
             useful &= best_of_n(advantages, ids, config.best_of_n)
-        updates, own = config.num_prompts // config.prompts_per_update, len(samples.batch)
         size = largest_divisor(own // updates, config.update_batch)
-        minibatches = plan_minibatches(useful, advantages, mesh.data_rank, mesh.data_size, updates, size)
+        all_useful, all_advantages = scored.everywhere(useful), scored.everywhere(advantages)
+        minibatches = plan_minibatches(all_useful, all_advantages, mesh.data_rank, mesh.data_size, updates, size)
         metrics |= reward_metrics(rewards, ids)
         metrics["frac_zero_advantage"] = (advantages == 0).double().mean().item()
         message = self._note_groups(rewards, ids, equal, below, minibatches, metrics)
-        metrics |= self._reward.metrics(gathered, ids)
-        mine = advantages[mesh.data_rank * own :][:own].clamp(-config.advantage_clip, config.advantage_clip)
-        return Advantages(mine.float(), minibatches, message)
+        metrics |= self._reward.metrics(scored.scores, ids)
+        mine = all_advantages[mesh.data_rank * own :][:own].clamp(-config.advantage_clip, config.advantage_clip)
+        return Advantages(mine.float(), minibatches, (*scored.messages, *message), scored)
 
-    def _compare(
-        self, parts: Float[Tensor, "all r"], rewards: PerSample, ids: Int[Tensor, " all"], penalty: PerSample | None
-    ) -> tuple[PerSample, Bool[Tensor, " all"]]:
-        """Return the advantages of all samples, and which are of groups of equal rewards."""
-        config = self._config
+    def _compare(self, scored: ScoredGroups, penalty: PerSample | None) -> tuple[PerSample, Bool[Tensor, " all"]]:
+        """Return the advantages of the samples, and which are of groups of equal rewards."""
+        config, parts, rewards, ids = self._config, scored.scores.parts, scored.rewards, scored.ids
         if penalty is not None:
-            rewards = rewards - self._mesh.gather(penalty).cpu().double()
+            rewards = rewards - self._mesh.gather(penalty).cpu().double()[scored.rows]
             return group_advantages(rewards, ids, config.advantage), zero_variance(rewards, ids)
         equal = equal_groups(config, rewards, parts, ids)
         if config.advantage == "gdpo":  # compares each part in its group, before the parts are weighted

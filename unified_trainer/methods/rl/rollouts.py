@@ -41,8 +41,8 @@ class ScoredSamples:
     made_in: Mapping[int, int] = field(default_factory=dict)  # by sample id, the earlier training step that drew noise
 
     def rewards(self, reward: RewardSum, scores: Scores, mesh: Mesh) -> PerSample:
-        """Return the rewards of all ranks' gathered scores; NotFiniteError names a sample, and a prompt if here."""
-        return reward.total(scores.parts, self.batch.prompts, mesh.data_rank * len(self.batch))
+        """Return the rewards of all ranks' gathered scores, NaN without a score; NotFiniteError names a sample."""
+        return reward.partial_total(scores.parts, self.batch.prompts, mesh.data_rank * len(self.batch))
 
     def replaced(self, rows: Sequence[int], others: "ScoredSamples") -> "ScoredSamples":
         """Return these samples with the first of the others in the given rows."""
@@ -179,7 +179,7 @@ class LocalRollouts:
         return [*scores, before()] if before is not None else scores
 
     def metrics(self) -> dict[str, float]:
-        return {"reward/retried": float(self._reward.retried)} if self._reward.config.retries else {}
+        return {"reward/retried": float(self._reward.retried)} if self._reward.retried else {}
 
     def lower_ahead(self) -> None:
         """Do nothing: samples are made in the training step that asks for them."""

@@ -17,6 +17,7 @@ from unified_trainer.methods import METHODS
 from unified_trainer.numerics.chunks import ROLLED_OUT
 from unified_trainer.numerics.objectives import OBJECTIVES
 from unified_trainer.parallel.mesh import ParallelConfig
+from unified_trainer.rewards.base import OF_SEVERAL
 from unified_trainer.rewards.reward import RewardConfig, ScorerConfig
 from unified_trainer.run.checkpoint.manifest import trained_sampler
 from unified_trainer.run.checkpoint.remote_folder import checked_address
@@ -215,12 +216,13 @@ def _given(argv: Sequence[str], saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_other_path(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's settings without the path of its first scorer if `given` sets a scorer of another kind."""
+    """Return a recipe's settings without those of its first scorer alone if `given` sets a scorer of another kind."""
     reward = recipe.get("reward", {})
     kind = given.get("reward.kind", "")
     if not kind or kind == (reward.get("kind") or "hpsv3"):
         return dict(recipe)
-    return {**recipe, "reward": {key: value for key, value in reward.items() if key != "path"}}
+    of_other = ("path", "frames", "frame_stride") if kind in OF_SEVERAL else ("path",)
+    return {**recipe, "reward": {key: value for key, value in reward.items() if key not in of_other}}
 
 
 @dataclass(frozen=True)

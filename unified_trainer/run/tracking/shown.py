@@ -89,7 +89,7 @@ class ShownRollouts(AroundRollouts):
         with phase("decode"), self._codec.in_use():
             clips = [to_uint8(self._codec.decode(samples.rollout.end([row])))[0] for row in rows]
         folder, parts = self._folder / f"step_{step}", samples.scores.parts[: len(rows)].cpu().double()
-        rewards, scores = self._reward.total(parts).tolist(), parts.tolist()
+        rewards, scores = self._reward.partial_total(parts).tolist(), parts.tolist()
         shown = [
             ValidationSample(
                 batch.sample_ids[row],

@@ -60,6 +60,7 @@ class ValidationSample:
     def row(self) -> dict[str, Any]:
         """Return the sample's line of samples.jsonl; `images` and `shows` are in it where there are some."""
         row = {**vars(self), "video": None if self.video is None else self.video.name}
+        row = json.loads(json.dumps(row), parse_constant=lambda _: None)  # NaN, without a score
         return {name: value for name, value in row.items() if value or name not in ("images", "shows")}
 
     @property
@@ -204,7 +205,8 @@ class Report:
         }
         scores = self._scores(exact)
         hits = {name.removeprefix(ACCURACY): rows for name, rows in exact.items() if name.startswith(ACCURACY)}
-        metrics = mean_and_std(scores)
+        metrics = self._reward.count_unscored(exact[SCORES]) if scores else {}
+        metrics |= mean_and_std({name: values[~values.isnan()] for name, values in scores.items()})
         metrics |= mean_and_std({name: rows for name, rows in exact.items() if name.startswith(PIXELS)})
         if (spread := diversity(exact[THUMBNAILS], self._requests)) is not None:
             metrics["pixels/diversity"] = spread
@@ -229,7 +231,11 @@ class Report:
         if not self._scorers:
             return {}
         parts = columns[SCORES]
-        found = {"reward": self._reward.total(parts[:, : len(self._reward.weights)])} if self._reward.weights else {}
+        found = (
+            {"reward": self._reward.partial_total(parts[:, : len(self._reward.weights)])}
+            if self._reward.weights
+            else {}
+        )
         return found | {f"reward/{name}": part for name, part in zip(self._scorers, parts.unbind(1), strict=True)}
 
     def _samples(

@@ -55,7 +55,8 @@ def shown(reward: RewardSum, columns: Mapping[str, Tensor], numbers: range, vide
     if not videos or SCORES not in columns:
         return {*range(videos)}
     scores = columns[SCORES][: len(numbers), : len(reward.weights)].cpu().double()
-    order = reward.total(scores).argsort(stable=True).tolist()
+    rewards = reward.partial_total(scores)
+    order = rewards.argsort(stable=True)[: int((~rewards.isnan()).sum())].tolist()  # NaN is last
     return {*range(videos), *(numbers[i] for i in (*order[:EXTREMES], *order[-EXTREMES:]))}
 
 

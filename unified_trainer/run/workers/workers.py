@@ -81,8 +81,8 @@ class Worker:
         before = reward.retried
         scores = reward.score(arrays.to_rollout(rollout, self._sampling.device).x0, item.prompts, item.step)
         took = {"worker_seconds/score": time.perf_counter() - begun}
-        if reward.config.retries:
-            took["reward/retried"] = float(reward.retried - before)
+        if retried := reward.retried - before:
+            took["reward/retried"] = float(retried)
         return took, arrays.of_scores(scores)
 
 
