@@ -20,6 +20,7 @@ DANCE = f"--method dance_grpo --recipe {Path(__file__).with_name('two_steps.yaml
 SAMPLER = "--sampler.num-steps 4 --sampler.shift 5 --sampler.guidance-scale 1"
 SAMPLER_20 = "--sampler.num-steps 20 --sampler.shift 5 --sampler.guidance-scale 1"
 SWEEP = "--algorithm.window.size 4 --algorithm.window.every 2"  # all 16 places in 32 training steps
+OUTSIDE = "--algorithm.window.size 4 --algorithm.window.every 3 --algorithm.window.outside-steps 8"  # in 48
 TRAINED = "--algorithm.timestep-fraction 1"
 CHUNKS = f"{SAMPLER} --sampler.chunks.chunk-frames 1"
 GUIDED = f"--method crd {SAMPLER} {TRAINED} --algorithm.kl-coefficient 0.1 --algorithm.kl-guidance-scale 3"
@@ -57,6 +58,7 @@ KINDS = {
     # The sampler and the trained share of the recipes of real models. Calls that a group shares are counted once.
     "20 steps": Kind(f"{DANCE} {SAMPLER_20} --algorithm.timestep-fraction 0.6", 19, 11),
     "window of 4 of 20 steps": Kind(f"{DANCE} {SAMPLER_20} {SWEEP}", 13, 4),
+    "window of 4, 8 calls outside": Kind(f"{DANCE} {SAMPLER_20} {OUTSIDE}", 8, 4),
     "dance_ppo": Kind(f"--method dance_ppo {SAMPLER} {TRAINED}", 4, 9),
     "diffusion_nft": Kind(f"--method diffusion_nft {SAMPLER} {TRAINED}", 4, 8),
     "awm": Kind(f"--method awm {SAMPLER} {TRAINED}", 4, 8),

@@ -32,7 +32,10 @@ def test_the_flags_of_every_row_are_a_run_whose_calls_are_counted(name, monkeypa
     steps, group = run.sampler.num_steps, run.algorithm.num_samples
     if steps == 20:  # the calls up to the first stochastic transition are made once for a group: equal noise
         starts = range(16) if run.algorithm.window.size else [0]
-        mean = sum(steps - (start + 1) * (1 - 1 / group) for start in starts) / len(starts)
+        outside = run.algorithm.window.outside_steps or steps - run.algorithm.window.size
+        before = [max(start > 0, round(outside * start / 16)) for start in starts]
+        calls = outside + run.algorithm.window.size
+        mean = sum(calls - (shared + 1) * (1 - 1 / group) for shared in before) / len(starts)
         assert kind.rollout == round(mean)
         assert kind.trained == (run.algorithm.window.size or round((steps - 1) * run.algorithm.timestep_fraction))
         return

@@ -113,10 +113,6 @@ class Policy:
         """Return the noise strength of transition s."""
         return self.level
 
-    def euler_step(self, s: int, x_t: Tensor, velocity: Tensor) -> Tensor:
-        """Return x_next of a deterministic step; the velocity was predicted at x_t and sigmas[s]."""
-        return transition("ode", x_t, velocity, self.sigmas[s], self.sigmas[s + 1], 0.0)[0]
-
     def log_prob(self, x_next: Tensor, mean: Tensor, std: Tensor) -> Float[Tensor, " b"]:
         """Return the log-density of x_next averaged over elements, see `log_prob`."""
         return log_prob(x_next, mean, std, normalised=self.normalised)

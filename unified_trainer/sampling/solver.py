@@ -30,6 +30,7 @@ from unified_trainer.parallel.meter import detail, phase
 from unified_trainer.roles.causal import Causal, KVCache
 from unified_trainer.roles.role import Role, Trainable
 from unified_trainer.sampling.equal_rows import EqualRows
+from unified_trainer.sampling.outside_window import OutsideWindow
 from unified_trainer.sampling.shared_calls import Velocity, shared_velocity
 
 Solver = Literal["ode", "sde"]
@@ -211,18 +212,20 @@ def rollout(
     *,
     equal: EqualRows | None = None,
     kept: range | None = None,
+    outside: OutsideWindow | None = None,
 ) -> Rollout:
     """Sample with the policy's noise in the transitions of `window` and none elsewhere, and keep those transitions.
 
-    `kept` are fewer of them to keep. `draw(s)` is the noise of transition s. The last transition goes to the clean
-    prediction without noise: it has no density and cannot be in the window. A causal student samples every chunk so;
-    state s then joins all chunks at their step s.
+    `kept` are fewer of them to keep. Steps outside of the window are by default the sampler's own. `draw(s)` is the
+    noise of transition s. The last transition goes to the clean prediction without noise: it has no density and cannot
+    be in the window. A causal student samples every chunk so; state s then joins all chunks at their step s.
 
     Rows that are `equal`, of one noise and condition, stay so until the window's first transition adds its noise: up to
     there, and for a causal student in the first chunk, a call is made once for all of them.
     """
-    walk = functools.partial(_policy_walk, sampler=sampler, policy=policy, window=window, kept=kept or window)
-    share = functools.partial(shared_velocity, role, batch, equal, window.start + 1)
+    outside = outside or OutsideWindow.of_sampler(sampler.sigmas(), window)
+    walk = functools.partial(_policy_walk, outside=outside, policy=policy, window=window, kept=kept or window)
+    share = functools.partial(shared_velocity, role, batch, equal, len(outside.before))
     if not sampler.chunks.causal:
         return walk(share(functools.partial(_velocity_of, role, sampler)), noise, draw=draw)
     student, draw = of_kind(Causal, role), functools.cache(draw)
@@ -311,28 +314,28 @@ def _policy_walk(
     velocity: Velocity,
     x_t: Latents,
     *,
-    sampler: SamplerConfig,
+    outside: OutsideWindow,
     policy: Policy,
     window: range,
     kept: range,
     draw: Draw,
 ) -> Rollout:
-    sigmas, states, log_probs = sampler.sigmas(), [], []
-    for s in range(sampler.num_steps - 1):
-        detail(f"step {s + 1}/{sampler.num_steps}")
-        v = velocity(x_t, sigmas[s])
-        if s not in window:
-            x_t = policy.euler_step(s, x_t, v)
-            continue
+    states, log_probs, calls = [], [], itertools.count(1)
+
+    def velocity_at(x_t: Latents, sigma: Tensor) -> Latents:
+        detail(f"step {next(calls)}/{outside.calls + len(window)}")
+        return velocity(x_t, sigma)
+
+    x_t = outside.solve(velocity_at, x_t, outside.before)
+    for s in window:
         if s == kept.start:
             states.append(x_t)
-        mean, std = policy.step(s, x_t, v)
+        mean, std = policy.step(s, x_t, velocity_at(x_t, policy.sigmas[s]))
         x_t = mean + std * draw(s).to(mean)
         if s in kept:
             states.append(x_t)
             log_probs.append(policy.log_prob(x_t, mean, std))
-    detail(f"step {sampler.num_steps}/{sampler.num_steps}")
-    x0 = x0_from_velocity(x_t, velocity(x_t, sigmas[-2]), sigmas[-2])
+    x0 = outside.solve(velocity_at, x_t, outside.after)
     return Rollout(torch.stack(states, 1), torch.stack(log_probs, 1), x0)
 
 

@@ -161,6 +161,9 @@ class PolicyConfig(TrainedStepsConfig):
         self._check_policy(sampler)
         self._check_objective()
         setup.check_guidance("student", "sampler.guidance_scale", sampler.guidance_scale)
+        if self.window.outside_steps:
+            flow_map = setup.roles["student"].is_flow_map
+            self.window.check_outside(sampler.num_steps, self.windows(sampler), flow_map=flow_map)
         sigmas = sampler.sigmas().tolist()
         windows = [[sigmas[s] for s in window] for window in self.windows(sampler)]
         setup.require_trained("student", windows, "algorithm.window")
@@ -259,7 +262,9 @@ def sample_policy(
     noise, equal = initial_noise(rng, batch, same=same_noise)
     draw = partial(transition_noise, rng, batch)
     policy = config.policy(sampler)
-    return rollout(role, noise.to(role.device), batch, sampler, policy, window, draw, equal=equal, kept=kept)
+    outside = config.window.outside(policy.sigmas, window)
+    x_t = noise.to(role.device)
+    return rollout(role, x_t, batch, sampler, policy, window, draw, equal=equal, kept=kept, outside=outside)
 
 
 def initial_noise(rng: Streams, batch: Batch, *, same: bool) -> tuple[Latents, EqualRows | None]:

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from jaxtyping import Float
+from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Count, CountOrZero, Period
+from unified_trainer.sampling.outside_window import OutsideWindow
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,9 @@ class WindowConfig:
     """Training steps at one place."""
     stride: Count = 1
     """Transitions from one place to the next."""
+    outside_steps: CountOrZero = 0
+    """Network calls of a sample outside of the window, before and after it in proportion to the sampler's steps there,
+    by a solver of second order (DPM-Solver++ 2M, experimental). 0: the sampler's own Euler steps."""
 
     def check(self, transitions: int) -> None:
         """Raise UserError, naming the key, for settings that do not fit this number of stochastic transitions."""
@@ -32,6 +38,25 @@ class WindowConfig:
                 f"algorithm.window.size must be at most {transitions}, the transitions that can be stochastic with "
                 f"this sampler.num_steps and algorithm.noise_range, not {self.size}"
             )
+
+    def check_outside(self, num_steps: int, windows: list[range], *, flow_map: bool) -> None:
+        """Raise UserError unless `outside_steps` calls can make the steps outside of each of these windows."""
+        key, fewest, most = "algorithm.window.outside_steps", 1 + any(w.start for w in windows), num_steps - self.size
+        if not self.size:
+            raise UserError(f"{key} must be 0 without algorithm.window.size: all transitions are then stochastic")
+        if flow_map:
+            raise UserError(f"{key} must be 0 for a flow map (student.flow_map): it predicts the sampler's own steps")
+        if not fewest <= self.outside_steps <= most:
+            raise UserError(
+                f"{key} must be 0, or {fewest} to {most}, not {self.outside_steps}: the sampler has {most} steps "
+                "outside of the window, and needs a call before a window that is not at the start, and one after it"
+            )
+
+    def outside(self, sigmas: Float[Tensor, " steps_and_0"], window: range) -> OutsideWindow:
+        """Return the steps outside of a window of a sampler with these noise levels."""
+        if self.outside_steps:
+            return OutsideWindow.of_calls(sigmas, window, self.outside_steps)
+        return OutsideWindow.of_sampler(sigmas, window)
 
     def at(self, step: int, transitions: int, shared: np.random.Generator) -> range:
         """Return the stochastic transitions of a training step, equal on all ranks."""
