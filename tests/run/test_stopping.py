@@ -110,10 +110,12 @@ def test_torchrun_and_slurm_wait_for_the_step_of_a_slow_scorer(tmp_path):
     with subprocess.Popen(command, cwd=REPO, env=environment(), **pipes) as job:
         with answers[0].open("w"), answers[1].open("w"):  # both ranks have begun to score step 2
             job.send_signal(signal.SIGTERM)
-            said = "".join(read_until(job, "finishing this step and saving") for _ in range(2))
+            said = "".join(read_until(job, "closing signal SIGTERM") for _ in range(2))
+            # A rank that was about to read says so after its scorer has answered.
             for rank in psutil.Process(job.pid).children():
                 rank.send_signal(signal.SIGTERM)
         said += job.communicate(timeout=120)[0]
+    assert said.count("finishing this step and saving") == 2, said
     assert "stopped after step 2; continue with:" in said, said
     assert checkpoint_of(run, 2)
 
