@@ -115,7 +115,7 @@ def test_torchrun_and_slurm_wait_for_the_step_of_a_slow_scorer(tmp_path):
             for rank in psutil.Process(job.pid).children():
                 rank.send_signal(signal.SIGTERM)
         said += job.communicate(timeout=120)[0]
-    assert said.count("finishing this step and saving") == 2, said
+    assert said.count("finishing this step and saving") >= 2, said
     assert "stopped after step 2; continue with:" in said, said
     assert checkpoint_of(run, 2)
 
