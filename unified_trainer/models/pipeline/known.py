@@ -101,7 +101,7 @@ def _near(size: Size) -> list[Size]:
     """Return sizes near one that pipelines are likely to make, the nearest first."""
     frames = {1 + round((size[0] - 1) / step) * step for step in (1, 4, 6, 8)}
     sides = [[max(step, round(side / step) * step) for side in size[1:]] for step in (8, 16, 32, 64)]
-    found = {(count, *both) for count in frames for both in sides} - {size}
+    found = {(count, height, width) for count in frames for height, width in sides} - {size}
     return sorted(found, key=lambda near: sum(abs(a / b - 1) for a, b in zip(near, size, strict=True)))
 
 
