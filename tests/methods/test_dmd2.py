@@ -1,5 +1,6 @@
 """DMD2: update schedule, network calls, samples, and gradients that do not depend on the micro-batch."""
 
+import dataclasses
 import json
 import shutil
 
@@ -9,6 +10,7 @@ from helpers import (
     ALONE,
     CAPTIONS,
     FEW_STEPS,
+    LATENT_SHAPE,
     SMALL,
     WAN,
     Calls,
@@ -23,10 +25,14 @@ from helpers import (
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.types import Rollout
-from unified_trainer.methods.dmd2 import DMD2Config
+from unified_trainer.methods.dmd2 import DMD2, DMD2Config
+from unified_trainer.models.wan.causal import CausalWanModel
+from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import add_noise, x0_from_velocity
 from unified_trainer.numerics.kernels import Policy
 from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.sampling.solver import SamplerConfig, generate, predict_at, rollout
 
@@ -371,3 +377,25 @@ def test_a_rollout_ends_with_the_prediction_of_the_last_call():
         assert torch.equal(made.x0, predict_at(*given, lambda s: drawn[s], 3))
     assert torch.equal(Rollout.cat([made, made]).take([3, 0]).states, made.states[[1, 0]])
     assert Rollout.cat([made]) is made
+
+
+@pytest.mark.slow
+def test_a_causal_student_predicts_the_chunks_of_noised_clips_in_one_masked_pass(monkeypatch):
+    """Each chunk is noised to a step of its own (CausVid); one chunk at another level changes no earlier chunk."""
+    sampler = dataclasses.replace(FEW_STEPS, chunks=ChunkConfig(chunk_frames=1))
+    model = CausalWanModel.load(WAN, torch.device("cpu"))
+    student = CausalStudent("student", Backbone(model, ALONE, trained=True), TrainableConfig())
+    method, seen = DMD2.__new__(DMD2), []
+    method.config, method.student, method.sampler = DMD2Config(rollout="data"), student, sampler
+    clips = torch.randn(64, *LATENT_SHAPE, generator=torch.Generator().manual_seed(1))
+    batch = dataclasses.replace(small_batch(64), latents=clips)
+    whole = CausalStudent.masked_velocity
+    monkeypatch.setattr(CausalStudent, "masked_velocity", lambda *given: seen.append(given) or whole(*given))
+    with torch.no_grad():
+        x0 = method._sample(batch, Streams(0, 0), "student")
+    ((_, x_t, sigma, _, chunks),) = seen
+    noise = Streams(0, 0).noise("student noise", batch.sample_ids, batch.latent_shape)
+    assert torch.equal(x_t, add_noise(clips, noise, sigma)) and chunks == sampler.chunks
+    assert sorted({*sigma.flatten().tolist()}) == sorted(sampler.sigmas()[:-1].tolist())
+    assert (sigma[:, 0] != sigma[:, 1]).any()  # chunks of one clip at different steps
+    torch.testing.assert_close(x0, x0_from_velocity(x_t, whole(*seen[0]), sigma))

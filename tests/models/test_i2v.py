@@ -141,12 +141,12 @@ OWN |= {"ode_init": SINGLE | {"algorithm.teacher-steps": 3}}
 OWN |= dict.fromkeys(OF_SAMPLES, GROUPS | REWARD)
 OWN["dance_ppo"] = OWN["dance_ppo"] | {"algorithm.num-samples": 1, "algorithm.num-prompts": 2}
 OWN |= dict.fromkeys(OF_CLIPS, SINGLE | {"data.num-clips": 2, "video.frames": 17, "data.first-frame": True})
+OWN["self_forcing"] = SINGLE | {"algorithm.student-every": 1, "sampler.chunks.chunk-frames": 1}
 REFUSED = {
     "flow_dpo": "needs a student without condition images",
-    "self_forcing": "a causal student takes no condition image",
     "flow_map": "reads an image as channels, and no such network is a flow map",
-    "long_self_forcing": "a causal student takes no condition image",
-    "streaming_tuning": "a causal student takes no condition image",
+    "long_self_forcing": "whose first latent frame must be the condition image",
+    "streaming_tuning": "whose first latent frame must be the condition image",
 }
 
 
@@ -162,7 +162,7 @@ def test_every_method_trains_and_resumes_bit_for_bit(folders, table, tmp_path, m
     """One method of each kind resumes: the state of others holds no image either."""
     folder = folders[KINDS[len(method) % 3]]
     assert main(words(method, folder, table, tmp_path / "whole", **{"checkpoint-every": 1})) == 0
-    if method not in ("finetune", "dmd2", "dance_grpo"):
+    if method not in ("finetune", "dmd2", "dance_grpo", "self_forcing"):
         return
     assert main(["--resume", str(cut_off(tmp_path / "whole", tmp_path / "half", 1))]) == 0
     whole, half = (checkpoint_of(tmp_path / name, 2) for name in ("whole", "half"))
@@ -171,7 +171,8 @@ def test_every_method_trains_and_resumes_bit_for_bit(folders, table, tmp_path, m
 
 @pytest.mark.parametrize(("method", "said"), REFUSED.items())
 def test_a_method_that_makes_no_sense_says_why(folders, table, tmp_path, capsys, method, said):
-    more = {"sampler__chunks.chunk-frames": 1} if method.endswith("self_forcing") else {"data__first-frame": True}
+    chunks = method in ("long_self_forcing", "streaming_tuning")
+    more = {"sampler__chunks.chunk-frames": 1} if chunks else {"data__first-frame": True}
     assert main(words(method, folders["i2v"], table, tmp_path / "run", **more)) == 2
     assert said in capsys.readouterr().err
 

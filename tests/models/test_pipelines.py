@@ -253,3 +253,9 @@ def test_an_editing_model_reads_the_prompt_with_its_image(folder_of):
         made.codec.encode_text(["a cat"])
     with pytest.raises(UserError, match="needs a condition image for each prompt"):
         conditions_of(made.codec, [Request("a cat")], shape)
+
+
+def test_a_size_that_a_pipeline_raises_an_error_for_gets_one_near_it(folder_of):
+    """The pipeline says what divides height and width, and nothing of frames."""
+    with pytest.raises(UserError, match=r"divisible by 32.*\n.*--video.frames 5 --video.height 32 --video.width 64$"):
+        known(folder_of("SanaVideoPipeline")).of_size((6, 40, 64))

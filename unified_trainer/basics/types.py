@@ -54,6 +54,11 @@ def take_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
     return x.index_select(0, torch.tensor(index, dtype=torch.int64).to(x.device, non_blocking=True))
 
 
+def take_frames(x: Float[Tensor, "b c t h w"], frames: Sequence[int]) -> Float[Tensor, "b c some h w"]:
+    """Return these latent frames of x, without waiting for its device; consecutive ones are a view."""
+    return take_rows(x.transpose(0, 2), frames).transpose(0, 2)
+
+
 @dataclass(frozen=True, eq=False)
 class Condition:
     """The inputs of b samples, such as encoded text: tensors by names that only the model family knows."""

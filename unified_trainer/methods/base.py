@@ -131,6 +131,7 @@ class MethodSetup:
 class MethodConfig:
     """A method's own settings: a frozen dataclass with a default and a docstring for every field."""
 
+    matches_windows: ClassVar[bool] = False  # whether the teacher sees parts of videos that it would not make
     needs_pairs: ClassVar[bool] = False  # whether batches must hold a rejected clip beside each clip
     continues_samples: ClassVar[bool] = False  # whether a training step goes on with the samples of the one before
     masks_chunks: ClassVar[bool] = True  # whether a causal student is trained on all chunks in one masked pass

@@ -1,6 +1,6 @@
 """A causal student's rollouts in the methods that match them: settings, exit steps, and the frames with a gradient."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -9,10 +9,10 @@ from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Frames
-from unified_trainer.basics.types import Latents
+from unified_trainer.basics.types import Batch, Latents
 from unified_trainer.methods.base import MethodConfig, MethodSetup
 from unified_trainer.methods.distribution_matching import MatchingConfig
-from unified_trainer.models.base import Codec
+from unified_trainer.models.base import Codec, ImageEncoder
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.meter import phase
 from unified_trainer.parallel.random import Streams
@@ -62,6 +62,7 @@ class WindowMatchingConfig(ChunkMatchingConfig):
     teacher_frames: Frames = 21
     """Latent frames of the clips that teacher and critic know: the longest part of a video that they see."""
 
+    matches_windows: ClassVar[bool] = True
     teacher_guidance = MethodConfig.teacher_guidance  # no guard: its teacher would make videos of video.frames
 
     def check(self, setup: MethodSetup) -> None:
@@ -90,6 +91,16 @@ def trained_frames(chunks: ChunkConfig, frames: int, first: int, device: torch.d
         return None
     trained = [start >= first for start, stop in chunks.ranges(frames) for _ in range(start, stop)]
     return torch.tensor(trained, device=device)[:, None, None]
+
+
+def beginning_at(codec: Codec, batch: Batch, x0: Latents) -> Batch:
+    """Return the batch of a window `x0` of a longer video: a condition image is the window's own first frame."""
+    if not isinstance(codec, ImageEncoder):
+        return batch
+    image = codec.first_frames(x0.detach())
+    if image.tensors.keys().isdisjoint(batch.cond.tensors):  # samples of text alone
+        return batch
+    return replace(batch, cond=batch.cond.updated(image), uncond=batch.uncond.updated(image))
 
 
 @torch.no_grad()

@@ -263,17 +263,21 @@ def matching_losses(
     rng: Streams,
     sample: Sample,
     mask_of: Callable[[Latents], Tensor | None] = lambda x0: None,
+    seen_as: Callable[[Batch, Latents], Batch] = lambda batch, x0: batch,
 ) -> Iterator[Loss]:
-    """Yield the losses of a training step by the update schedule: the student's first, then the critic's."""
+    """Yield the losses of a training step by the update schedule: the student's first, then the critic's.
+
+    `seen_as` returns the batch with the conditions under which teacher and critic see the samples.
+    """
     student, critic = config.updates_at(step)
     if student:
         x0 = sample(batch, rng, "student")
-        yield matching.student_loss(x0, batch, rng, mask_of(x0))
+        yield matching.student_loss(x0, seen_as(batch, x0), rng, mask_of(x0))
     if critic:
         if not (student and config.critic_samples == "shared"):
             with torch.no_grad():
                 x0 = sample(batch, rng, "critic")
-        yield matching.critic_loss(x0.detach(), batch, rng)
+        yield matching.critic_loss(x0.detach(), seen_as(batch, x0), rng)
 
 
 def distribution_matching_gradient(

@@ -1,7 +1,7 @@
 """Streaming long tuning: a causal student continues its own videos from step to step (LongLive, arXiv:2509.22622)."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -11,10 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.ranges import Fraction
-from unified_trainer.basics.types import Batch, Latents, take_rows
+from unified_trainer.basics.types import Batch, Latents, take_frames, take_rows
 from unified_trainer.data.loader import Loader
 from unified_trainer.methods.base import Loss
-from unified_trainer.methods.chunk_matching import WindowMatchingConfig, image_latent
+from unified_trainer.methods.chunk_matching import WindowMatchingConfig, beginning_at, image_latent
 from unified_trainer.methods.distribution_matching import matching_losses
 from unified_trainer.methods.score_directions import DirectedMethod
 from unified_trainer.models.base import Codec
@@ -123,7 +123,8 @@ class StreamingTuning(DirectedMethod):
             return torch.cat([before, added], 2)
 
         mask = partial(self._trained_frames, window=window)
-        yield from matching_losses(self.config, self.matching, step, batch, rng, sample, mask)
+        seen_as = partial(beginning_at, self.codec)
+        yield from matching_losses(self.config, self.matching, step, batch, rng, sample, mask, seen_as)
         if (following := self.windows.number(step + 1)) > 0:
             self._keep(batch, before, streams[0], following)
 
@@ -156,7 +157,7 @@ class StreamingTuning(DirectedMethod):
 
         stop, attended, kept = self.windows.start(window + 1), self.windows.attended(window), self.windows.kept(window)
         exits = self.config.exits(self.student, self.sampler, stop, rng)[-len(ranges) :]
-        context = _frames(past, [kept.index(frame) for frame in attended])
+        context = take_frames(past, [kept.index(frame) for frame in attended])
         of_past = partial(draw, length=len(attended))
         cache = recomputed_cache(
             self.student, context, attended, batch, self.sampler, lambda s: of_past(f"past {s}"), exits
@@ -190,7 +191,7 @@ class StreamingTuning(DirectedMethod):
         window = following - 1
         frames = [*self.windows.kept(window), *range(self.windows.start(window), self.windows.start(following))]
         kept = self.windows.kept(following)
-        self._of(batch, self._past)[:, :, : len(kept)] = _frames(stream, [frames.index(frame) for frame in kept])
+        self._of(batch, self._past)[:, :, : len(kept)] = take_frames(stream, [frames.index(frame) for frame in kept])
         self._of(batch, self._first)[:] = (before if window else stream)[:, :, :1]
 
     def _of(self, batch: Batch, x: Tensor) -> Tensor:
@@ -205,8 +206,3 @@ class StreamingTuning(DirectedMethod):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._past, self._first = (take_rows(state[name], self._own).clone() for name in ("past", "first"))
-
-
-def _frames(x: PastFrames, index: Sequence[int]) -> Float[Tensor, "b c some h w"]:
-    """Return these frames, without waiting for the device."""
-    return take_rows(x.transpose(0, 2), index).transpose(0, 2)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Image
-from unified_trainer.basics.types import Condition, Latents, PerSample
+from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
 from unified_trainer.models.base import Shape
 from unified_trainer.models.encoders import EncoderConfig
 
@@ -29,13 +29,16 @@ def image_of(cond: Condition) -> Tensor:
     return cond["image"]
 
 
-def to_first_frames(v: Latents, x_t: Latents, sigma: PerSample, known: Float[Tensor, "b c f h w"]) -> Latents:
+def to_first_frames(
+    v: Latents, x_t: Latents, sigma: PerSample | PerFrame, known: Float[Tensor, "b c f h w"]
+) -> Latents:
     """Return velocities `v` with those of known first latent frames: (x_t - known) / sigma.
 
     x_t - sigma velocity is then the image at every step. Flow-matching losses are 0 there if the data begin with it.
     """
     frames = known.shape[2]
-    to_known = (x_t[:, :, :frames] - known) / sigma.to(x_t).view(-1, 1, 1, 1, 1)
+    levels = sigma.to(x_t).view(len(sigma), 1, -1, 1, 1)[:, :, :frames]
+    to_known = (x_t[:, :, :frames] - known) / levels
     return torch.cat([to_known, v[:, :, frames:]], 2)
 
 

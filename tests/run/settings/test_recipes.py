@@ -90,7 +90,7 @@ def prompts(tmp_path):
 
 IMAGELESS = {
     "flow_dpo": "needs a student without condition images",
-    **dict.fromkeys(CAUSAL, "a causal student takes no condition image"),
+    **dict.fromkeys(CAUSAL[1:], "whose first latent frame must be the condition image"),
 }
 NOT_STORED = dict.fromkeys(
     ("finetune", "consistency", "rcm", "flow_map"), "clips in parquet files hold no first frames"

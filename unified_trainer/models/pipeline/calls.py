@@ -37,6 +37,10 @@ class ProbeError(UserError):
     """A pipeline whose call does not say what the trainer must know."""
 
 
+class CallError(ProbeError):
+    """A pipeline that raises an error when it is called, such as one for the size."""
+
+
 class _Reached(Exception):
     """The call reached what it was made for."""
 
@@ -149,7 +153,8 @@ class Pipeline:
             ) from error
         except Exception as error:  # whatever a pipeline of diffusers raises says why it cannot be called so
             where = f"{size[0]} frames of {size[1]} x {size[2]}"
-            raise self.refuse(f"cannot be called for {where}: {type(error).__name__}: {error}") from error
+            why = f"cannot be called for {where}: {type(error).__name__}: {error}"
+            raise CallError(str(self.refuse(why))) from error
         seen.sigmas = self.pipe.scheduler.sigmas
         return seen
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from unified_trainer.basics.errors import UserError
 from unified_trainer.models.base import Shape
-from unified_trainer.models.pipeline.calls import Pipeline, ProbeError, silent
+from unified_trainer.models.pipeline.calls import CallError, Pipeline, ProbeError, silent
 from unified_trainer.models.pipeline.facts import Facts
 from unified_trainer.models.pipeline.opening import open_pipeline
 from unified_trainer.models.pipeline.probe import learn
@@ -30,7 +31,23 @@ class Known:
             return open_pipeline(self._folder)
 
     def of_size(self, size: Size) -> Facts:
-        """Return the facts at a size in pixels; UserError for a size that the pipeline does not make."""
+        """Return the facts at a size in pixels; UserError for one that the pipeline does not make, with one near it."""
+        try:
+            return self._at(size)
+        except CallError as error:
+            near = next(filter(self._makes, _near(size)), None)
+            if near is None:
+                raise
+            flags = "--video.frames {} --video.height {} --video.width {}".format(*near)
+            raise UserError(f"{error}\nThe nearest size that it makes: {flags}") from error
+
+    def _makes(self, size: Size) -> bool:
+        try:
+            return bool(self._at(size))
+        except ProbeError:
+            return False
+
+    def _at(self, size: Size) -> Facts:
         if size[0] > 1 and not {"num_frames", "frames"} & self.pipeline.names.keys():
             raise self.pipeline.refuse(f"makes images: set --video.frames 1 instead of {size[0]}")
         if size not in self._facts:
@@ -63,7 +80,7 @@ class Known:
             if size[1] != size[2] or (size[0] == 1) == bool({"num_frames", "frames"} & self.pipeline.names.keys()):
                 continue
             try:
-                return self.of_size(size)
+                return self._at(size)
             except ProbeError as error:
                 first = first or error
         if first is not None and not self._facts:
@@ -78,6 +95,14 @@ class Known:
         like = self.any()
         space, time = like.size[1] // like.latents.shape[2], (like.size[0] - 1) // max(1, like.latents.shape[1] - 1)
         return self.of_size((1 + (shape[1] - 1) * time, shape[2] * space, shape[3] * space))
+
+
+def _near(size: Size) -> list[Size]:
+    """Return sizes near one that pipelines are likely to make, the nearest first."""
+    frames = {1 + round((size[0] - 1) / step) * step for step in (1, 4, 6, 8)}
+    sides = [[max(step, round(side / step) * step) for side in size[1:]] for step in (8, 16, 32, 64)]
+    found = {(count, height, width) for count in frames for height, width in sides} - {size}
+    return sorted(found, key=lambda near: sum(abs(a / b - 1) for a, b in zip(near, size, strict=True)))
 
 
 FOLDERS: dict[Path, Known] = {}

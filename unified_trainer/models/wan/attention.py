@@ -19,8 +19,8 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.sequence import Heads, heads_to_tokens, tokens_to_heads
 
 TEXT_TOKENS = 512  # of the text in the network's condition; those of an image, where there are some, stand before them
-KeysValues = list[tuple[Keys, Keys]]
-PastKeys = Float[Tensor, "b _ heads d"]  # of one chunk; chunks differ in length
+PastKeys = Float[Tensor, "b _ heads d"]  # of one chunk, a text or an image: they differ in length
+KeysValues = list[tuple[PastKeys, PastKeys]]
 LayerLists = list[KeysValues]  # one list for each block, in the order of the forward pass
 
 

@@ -87,8 +87,6 @@ class CausalWanModel(WanModel):
         super().__init__(network, folder)
         if network.config.patch_size[0] != 1:
             raise UserError(f"a causal Wan cannot patch over time, but patch_size is {network.config.patch_size}")
-        if network.config.added_kv_proj_dim is not None:
-            raise UserError("a causal Wan takes no image condition, but this one has added_kv_proj_dim")
         self._positions = network.rope = _Positions(network.rope)
         set_attention(network.blocks)
 
@@ -164,7 +162,7 @@ class CausalWanModel(WanModel):
             time = time.repeat_interleave(tokens, 1)
         self._positions.expect(frames, mask, cached)
         x = self._shared.whole_gradient(x) if self._shared else x
-        return self.network(x, time, cond["text"], return_dict=False)[0].float()
+        return self.called(x, time, cond, frames)
 
     def _frame_tokens(self, x: Latents) -> int:
         _, patch_height, patch_width = self.network.config.patch_size

@@ -246,19 +246,21 @@ class ImageCondition:
     clip: Tensor | None  # tokens of CLIP [b, n, d]
 
     def velocity(
-        self, network: WanTransformer3DModel, x: Tensor, sigma: float, text: Tensor, dtype: torch.dtype
+        self, network: WanTransformer3DModel, x: Tensor, sigma: float, text: Tensor, dtype: torch.dtype, start: int
     ) -> Tensor:
-        """Run a network; x may hold the batch more than once."""
-        times = len(x) // len(self.latents)
+        """Run a network on frames of the video from number `start` on; x may hold the batch more than once."""
+        times, (b, _, t, h, w) = len(x) // len(self.latents), x.shape
         latents = self.latents.repeat(times, 1, 1, 1, 1)
+        time = torch.full((b,), TIME_SCALE * sigma, device=x.device)
         if network.config.in_channels != network.config.out_channels:
             mask = torch.zeros_like(latents[:, :MASK_CHANNELS])
             mask[:, :, 0] = 1
-            time = torch.full((len(x),), TIME_SCALE * sigma, device=x.device)
             clip = None if self.clip is None else self.clip.repeat(times, 1, 1).to(dtype)
-            inputs = torch.cat([x, mask, latents], 1).to(dtype)
+            beside = torch.cat([mask, latents], 1)[:, :, start : start + t]
+            inputs = torch.cat([x, beside], 1).to(dtype)
             return network(inputs, time, text, clip, return_dict=False)[0].float()
-        b, _, t, h, w = x.shape
+        if start > 0:
+            return network(x.to(dtype), time, text, return_dict=False)[0].float()
         _, high, wide = network.config.patch_size
         time = torch.full((b, t, h // high * (w // wide)), TIME_SCALE * sigma, device=x.device)
         time[:, 0] = 0  # the first latent frame is known
@@ -313,7 +315,7 @@ class Networks:
         negative: Tensor,
         image: ImageCondition | None = None,
     ) -> None:
-        self.sampler, self.text, self.image = sampler, text, image
+        self.sampler, self.text, self.image, self.seen = sampler, text, image, 0  # latent frames that are finished
         self.both = torch.cat([text, negative.expand_as(text)])
         self.guided = any(scale != 1 for scale in sampler.guidance_scale)
         boundary = sampler.boundary or 0.0
@@ -356,13 +358,14 @@ class Networks:
         for cache in self.caches:
             self._pass(cache.network, rows, self.sampler.context_noise, text)
             cache.append(x.shape[2], window, self.sampler.sink_frames)
+        self.seen += x.shape[2]
 
     def _pass(self, network: WanTransformer3DModel, x: Tensor, sigma: float, text: Tensor) -> Tensor:
         time, half = torch.full((len(x),), TIME_SCALE * sigma, device=x.device), self.sampler.precision == "bf16"
         dtype = torch.float32 if half else network.dtype
         with torch.autocast(x.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
             if self.image is not None:
-                return self.image.velocity(network, x, sigma, text.to(dtype), dtype)
+                return self.image.velocity(network, x, sigma, text.to(dtype), dtype, self.seen)
             return network(x.to(dtype), time, text.to(dtype), return_dict=False)[0].float()
 
 

@@ -12,6 +12,7 @@ from unified_trainer.models.blueprint import Blueprint, codec_blueprint
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan import exported_pipeline
 from unified_trainer.models.wan.causal import CausalWanModel
+from unified_trainer.models.wan.causal_image import CausalFirstFrameWanModel, CausalImageChannelsWanModel
 from unified_trainer.models.wan.codec import WanCodec, latent_shape
 from unified_trainer.models.wan.configs import (
     EXPERTS,
@@ -56,6 +57,12 @@ def open_model(folder: Path, component: str) -> WanModel:
     check_dense(folder / component)
     check_velocity(folder / component)
     kinds = {(0, 0): WanModel, (0, 1): FirstFrameWanModel, (1, 1): ImageChannelsWanModel}
+    return kinds[images(folder)].open(folder, component)
+
+
+def open_causal(folder: Path, component: str) -> CausalWanModel:
+    """Open a network of a folder as a causal one, without weights: of text alone, or of text and an image."""
+    kinds = {(0, 0): CausalWanModel, (0, 1): CausalFirstFrameWanModel, (1, 1): CausalImageChannelsWanModel}
     return kinds[images(folder)].open(folder, component)
 
 
@@ -132,8 +139,9 @@ WAN = Family(
     pipelines=("WanPipeline", "WanImageToVideoPipeline"),
     model=open_model,
     codec=load_codec,
-    causal=CausalWanModel.open,
+    causal=open_causal,
     images=images,
+    latents_hold_image=lambda folder: images(folder) == (0, 1),
     image_tensors=image_tensors,
     latent_channels=latent_channels,
     latent_shape=patched_latent_shape,

@@ -5,14 +5,17 @@ is known. I2V has [b, c, t, h, w], of the image and gray frames behind it: they 
 network of Wan2.1 I2V also attends to `clip`, CLIP's tokens [b, n, d] of the image.
 """
 
-import torch
+from collections.abc import Sequence
 
-from unified_trainer.basics.types import Condition, Latents, PerSample
+import torch
+from torch import Tensor
+
+from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample, take_frames
 from unified_trainer.models.base import Shape
 from unified_trainer.models.image_tensors import image_of, to_first_frames
 from unified_trainer.models.wan.attention import TEXT_TOKENS
 from unified_trainer.models.wan.configs import CLIP_TOKENS, MASK_CHANNELS
-from unified_trainer.models.wan.model import WanModel, network_time
+from unified_trainer.models.wan.model import WanModel
 
 
 class FirstFrameWanModel(WanModel):
@@ -22,18 +25,21 @@ class FirstFrameWanModel(WanModel):
     """
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
-        if "image" not in cond.tensors:
-            return super().velocity(x_t, sigma, cond)
-        known, (b, _, t, h, w) = cond["image"], x_t.shape
+        return self.with_image(super().velocity(x_t, sigma, cond), x_t, sigma, cond)
+
+    def with_image(self, v: Latents, x_t: Latents, sigma: PerSample | PerFrame, cond: Condition) -> Latents:
+        """Return the velocities of frames from the first one on, of which the first goes to the image."""
+        return to_first_frames(v, x_t, sigma, cond["image"]) if "image" in cond.tensors else v
+
+    def called(self, x: Latents, time: Tensor, cond: Condition, frames: Sequence[int]) -> Latents:
+        if "image" not in cond.tensors or 0 not in frames:
+            return super().called(x, time, cond, frames)
+        is_known = torch.tensor([frame == 0 for frame in frames]).to(x.device, non_blocking=True)[:, None, None]
+        b, _, t, h, w = x.shape
         _, high, wide = self.network.config.patch_size
-        levels = sigma.new_zeros(b, t, h // high * (w // wide))
-        levels[:, 1:] = sigma.view(b, 1, 1)
-        time = network_time(levels.flatten(1), x_t)
-        if self._shared:
-            x_t = self._shared.whole_gradient(x_t)
-        x = torch.cat([known.to(x_t.dtype), x_t[:, :, 1:]], 2)
-        v = self.network(x, time, cond["text"], return_dict=False)[0].float()
-        return to_first_frames(v, x_t, sigma, known)
+        time = time.view(b, -1, 1, 1) if time.ndim == 1 else time.view(b, t, h // high, w // wide)
+        time = torch.where(is_known, 0.0, time.expand(b, t, h // high, w // wide)).flatten(1)
+        return super().called(torch.where(is_known, cond["image"].to(x.dtype), x), time, cond, frames)
 
 
 class ImageChannelsWanModel(WanModel):
@@ -44,13 +50,11 @@ class ImageChannelsWanModel(WanModel):
         own = ("add_k_proj", "add_v_proj") if self.network.config.image_dim else ()
         return (*WanModel.adapter_layers, *own)
 
-    def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
-        image, time = image_of(cond), network_time(sigma, x_t)
+    def called(self, x: Latents, time: Tensor, cond: Condition, frames: Sequence[int]) -> Latents:
+        image = image_of(cond)
         mask = torch.zeros_like(image[:, :MASK_CHANNELS])
         mask[:, :, 0] = 1
-        if self._shared:
-            x_t = self._shared.whole_gradient(x_t)
-        x = torch.cat([x_t, mask, image], 1)
+        x = torch.cat([x, take_frames(torch.cat([mask, image], 1), frames)], 1)
         inputs = (x, time, cond["text"], *([cond["clip"]] if self.network.config.image_dim else []))
         return self.network(*inputs, return_dict=False)[0].float()
 

@@ -47,7 +47,14 @@ class WanModel(DiffusersModel):
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
         time = network_time(sigma, x_t)
         x_t = self._shared.whole_gradient(x_t) if self._shared else x_t
-        return self.network(x_t, time, cond["text"], return_dict=False)[0].float()
+        return self.called(x_t, time, cond, range(x_t.shape[2]))
+
+    def called(self, x: Latents, time: Tensor, cond: Condition, frames: Sequence[int]) -> Latents:
+        """Return the network's output for latent frames with these numbers in the video.
+
+        `time` is the network's, [b] or one for each token [b, n].
+        """
+        return self.network(x, time, cond["text"], return_dict=False)[0].float()
 
     @property
     def blocks(self) -> Sequence[nn.Module]:

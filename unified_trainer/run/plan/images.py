@@ -59,10 +59,11 @@ def check_images(
     if len(set(takes.values())) > 1:
         numbers = ", ".join(f"{name} {fewest} to {most}" for name, (fewest, most) in takes.items())
         raise ConfigError(f"the roles take different numbers of condition images ({numbers}): set their paths")
-    if run.sampler.chunks.causal:
+    student, folder = folders["student"]
+    if run.algorithm.matches_windows and not student.latents_hold_image(folder):
         raise ConfigError(
-            "sampler.chunks.chunk_frames: a causal student takes no condition image, whose frame its first chunk would "
-            "hold: set it to 0"
+            f"--method {run.method} matches windows of longer videos, whose first latent frame must be the condition "
+            f"image, but student.path {roles['student'].path} reads it as channels: train it with self_forcing"
         )
     for shown in (run, run.validated()) if scores else ():
         for name, scorer in run.reward.named().items():

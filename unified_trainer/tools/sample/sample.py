@@ -282,9 +282,12 @@ def _stream(
     """Generate chunk by chunk; each prompt of "a | b" has an equal number of chunks, up to rounding."""
     batch_of, draw = _start(loaded, codec, seeds)
     noise, sampler = draw(0), loaded.run.sampler
-    scenes = [request.text.split(" | ") for request in requests]
+    both = [(request, request.text.split(" | ")) for request in requests]
     count = len(sampler.chunks.ranges(noise.shape[2]))
-    now = [Request.of(scene[i * len(scene) // count] for scene in scenes) for i in range(count)]
+    now = [
+        [dataclasses.replace(request, text=scene[i * len(scene) // count]) for request, scene in both]
+        for i in range(count)
+    ]
     starts = [i for i in range(count) if i == 0 or now[i] != now[i - 1]]
     role, exits = of_kind(Causal, loaded.role), [sampler.num_steps - 1] * count
     if recache:
