@@ -39,7 +39,6 @@ COMMANDS = {  # as text: `command_named` imports the one that is called
     "score": "unified_trainer.tools.sample.rollout:score",
     "serve": "unified_trainer.tools.serve.serve:serve",
     "serve-reward": "unified_trainer.tools.serve.serve_reward:serve_reward",
-    "watch": "unified_trainer.tools.report.live:watch",
 }
 WIDEST = 120  # columns of a help page
 HELP = {"-h", "--help", "--help-all"}

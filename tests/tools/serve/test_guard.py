@@ -15,7 +15,6 @@ import unified_trainer as ut
 from unified_trainer.basics.errors import UserError
 from unified_trainer.tools.serve.batch_queue import Batcher
 from unified_trainer.tools.serve.guard import Door
-from unified_trainer.tools.serve.page_server import Answer, Pages
 from unified_trainer.tools.serve.service import FOLDERS, MOST, Asked, Service, texts
 from unified_trainer.tools.serve.web_server import serve_until_stopped, serving
 
@@ -82,13 +81,6 @@ def test_a_request_of_another_site_is_refused(headers, code):
     with open_to(service()) as request:
         found, _, text = request("POST", "/words", body("ab", "c"), **headers)
     assert found == code and ("lengths" in text) == (code == 200)
-
-
-def test_pages_and_services_have_one_guard():
-    with open_to(Pages(lambda path, query: Answer("1", lambda: b"page", "text/html"))) as request:
-        assert request("GET", "/")[0] == 200
-        assert request("GET", "/", Host="evil.example")[0] == 421
-        assert request("GET", "/", Origin="http://evil.example")[0] == 403
 
 
 def test_a_token_opens_the_server_under_any_name(monkeypatch):

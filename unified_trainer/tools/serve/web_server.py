@@ -1,4 +1,4 @@
-"""The web server of serve, serve-reward and watch: one application behind the guard, until it is stopped."""
+"""The web server of serve and serve-reward: one application behind the guard, until it is stopped."""
 
 import asyncio
 import resource
