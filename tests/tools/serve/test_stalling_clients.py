@@ -7,9 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 
 import pytest
 from helpers import REPO, environment, read_until
@@ -18,6 +16,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from unified_trainer.tools.serve import web_server
+from unified_trainer.tools.serve.service import Service
 from unified_trainer.tools.serve.web_server import serving
 
 pytestmark = pytest.mark.slow  # seconds together
@@ -32,12 +31,11 @@ def answer(request):
     return PlainTextResponse("x" * (LARGE if request.url.path == "/large" else 4))
 
 
-@dataclass
-class Pages:
-    """A site that a function answers, in a thread."""
+class Pages(Service):
+    """A service whose requests a function answers, in a thread."""
 
-    answer: object = answer
-    given_up: Future = field(default_factory=Future)
+    def __init__(self, answer=answer):
+        vars(self)["answer"] = answer
 
     def app(self):
         return Starlette(routes=[Route("/{path:path}", self.answer)])
@@ -169,7 +167,7 @@ def test_300_clients_stall_and_exhaust_no_open_files(tmp_path):
     """A process that may open 256 files, as a user's shell may say, answers, ends, and prints no traceback."""
     limited = "import resource, runpy; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)); "
     limited += "runpy.run_module('unified_trainer', run_name='__main__')"
-    words = [sys.executable, "-c", limited, "serve-reward", "--reward", "pixels", "--port", "0", "--device", "cpu"]
+    words = [sys.executable, "-c", limited, "serve-reward", "--reward", "sharpness", "--port", "0", "--device", "cpu"]
     how = {"cwd": REPO, "env": environment(), "stdout": subprocess.PIPE, "text": True}
     with (
         open(tmp_path / "err", "w") as err,
