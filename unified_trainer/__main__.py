@@ -39,7 +39,6 @@ COMMANDS = {  # as text: `command_named` imports the one that is called
     "score": "unified_trainer.tools.sample.rollout:score",
     "serve": "unified_trainer.tools.serve.serve:serve",
     "serve-reward": "unified_trainer.tools.serve.serve_reward:serve_reward",
-    "watch": "unified_trainer.tools.report.live:watch",
 }
 WIDEST = 120  # columns of a help page
 HELP = {"-h", "--help", "--help-all"}
@@ -52,9 +51,6 @@ def main(argv: list[str]) -> int:
             if not words or HELP & {*words}:
                 say(_page(words, min(console().width, WIDEST)))
                 return 0 if words else 2
-            if words[0] in ("--tyro-print-completion", "--tyro-write-completion"):
-                complete = load_object("unified_trainer.tools.completion:complete", words[0])
-                return complete(words, {name: command_named(name) for name in COMMANDS}) or 0
             if "--version" in words:
                 say(f"unified-trainer {version_of('unified-trainer')}, torch {version_of('torch')}")
                 return 0

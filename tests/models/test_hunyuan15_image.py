@@ -174,10 +174,8 @@ def test_flops_are_those_that_the_meter_counts(folder):
     assert meter.flops == counter.get_total_flops() + attention  # torch knows no attention of a CPU
 
 
-def test_plan_knows_the_sizes_of_a_folder_and_of_the_published_model(folder):
-    run = parse(["--method", "dmd2", "--recipe", "hunyuanvideo-1.5-i2v"])
-    found, own = (architecture_of("student", path, run) for path in ("", str(folder)))
-    assert (found.size.parameters, found.latent_shape(121, 480, 848)) == (8_326_608_160, (32, 31, 30, 53))
+def test_plan_knows_the_sizes_of_a_folder(folder):
+    own = architecture_of("student", str(folder), parse(["--method", "dmd2", "--recipe", "hunyuanvideo-1.5-i2v"]))
     embedder = next(part for part in own.plain_pass((8, 1, 4, 4)).parts if part.module == "image_embedder.linear_1")
     assert (
         embedder.products == 2 * 4 * own.size.matrices[embedder.module].weights

@@ -626,7 +626,11 @@ def test_two_ranks_share_the_weights(case, folder, prompts, tmp_path):
     assert_one_training(tmp_path / "one", tmp_path / "two", 2)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+# Adapters of all, and all weights of an image and of a video with sound.
+EXPORTED = [*((name, 2) for name in CASES), ("qwen-image", 0), ("ltx2", 0)]
+
+
+@pytest.mark.parametrize(("case", "rank"), EXPORTED, indirect=["case"])
 def test_diffusers_samples_an_export_as_we_do(case, folder, prompts, data, tmp_path, rank):
     """Up to rounding; a published adapter is loaded on the base, and samples are images."""
     more = {"student__adapter.rank": rank, "sampler__guidance-scale": 3.0, "validate-every": 2}

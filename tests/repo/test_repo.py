@@ -180,7 +180,6 @@ def test_only_one_file_writes_safetensors():
 # Files of tests that may look again and again, and why nothing tells them.
 LOOKS_AGAIN = {
     "tests/support/chromium.py": "a page tells its driver nothing: selenium asks it",
-    "tests/tools/report/test_live_pages.py": "requests are made as long as a run is written beside them",
 }
 PAUSES = ("sleep", "usleep", "sched_yield", "implicitly_wait", "WebDriverWait")
 LOOKS = ("exists", "is_file", "is_dir", "poll", "is_alive", "read_text", "stat", "time", "monotonic", "perf_counter")

@@ -46,8 +46,8 @@ ARGUMENTS = {
     "families": "Model families of your own, in place of those of the run.",
     "port": "Port to listen at; 0 takes a free one.",
     "host": "Address to listen at.",
-    "token_variable": "Environment variable that holds a token, which clients must then show: as a bearer token, or as "
-    "the password that a browser asks for. Without one, open the server only to a network that you trust.",
+    "token_variable": "Environment variable that holds a token, which clients must then show as a bearer token. "
+    "Without one, open the server only to a network that you trust.",
     "wait": "Seconds that the first request in the queue waits for others.",
 }
 

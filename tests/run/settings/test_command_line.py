@@ -107,7 +107,7 @@ def test_what_other_trainers_call_a_setting_leads_to_one():
 
 GONE = [
     ("--student.activation-checkpointing", "is gone: --ROLE.activation-memory none, selective, full or a number of bl"),
-    ("--live", "is gone: --tracking.tensorboard and the command watch show curves"),
+    ("--live", "is gone: --tracking.tensorboard shows curves"),
     ("--parallel.offload", "is gone: --parallel.offload-weights and --parallel.offload-optimizer"),
     ("--algorithm.credit.discount", "is gone: rewards are of whole samples"),
 ]

@@ -1,4 +1,4 @@
-"""Curves of long runs: thinned as they are read, with their extremes, by both readers of JSON alike."""
+"""Curves of long runs: thinned as they are read, with their extremes."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unified_trainer.tools.report import metrics_reader
-from unified_trainer.tools.report.metrics_reader import MetricsReader, thinned
+from unified_trainer.tools.report.metrics_reader import read_metrics, thinned
 
 
 @given(
@@ -52,10 +52,8 @@ def write(file, made: list[dict]) -> None:
 
 def test_a_long_curve_has_a_bound_and_keeps_its_peak(tmp_path, small):
     write(tmp_path / "m.jsonl", rows(5000))
-    reader = MetricsReader(tmp_path / "m.jsonl")
-    reader.update()
-    curves = reader.curves()
-    assert reader.step == 5000 and reader.written == 5010.0 and curves.keys() == {"loss", "validation/reward", "count"}
+    curves, step, written = read_metrics(tmp_path / "m.jsonl")
+    assert step == 5000 and written == 5010.0 and curves.keys() == {"loss", "validation/reward", "count"}
     for curve in curves.values():
         assert len(curve.steps) <= 200 and list(curve.steps) == sorted(curve.steps)
     assert 9.0 in curves["loss"].values and curves["loss"].steps[-1] == 5000
@@ -63,38 +61,20 @@ def test_a_long_curve_has_a_bound_and_keeps_its_peak(tmp_path, small):
     assert gaps[: len(gaps) // 2].max() <= 5000 / 30  # no part of the run is left out
 
 
-@pytest.mark.parametrize("line", ["", '{"step": 2501, "train/loss": NaN}\n', '{"step": 2501, "train/loss": "x"}\n'])
-def test_both_readers_give_the_same_points(tmp_path, small, monkeypatch, line):
-    """Arrow does not read NaN: a block with one is read line by line."""
-    write(tmp_path / "m.jsonl", rows(2500))
-    with (tmp_path / "m.jsonl").open("a") as file:
-        file.write(line)
-    monkeypatch.setattr(metrics_reader, "MOST", 10**6)
-    reader = MetricsReader(tmp_path / "m.jsonl")
-    reader.update()
-    monkeypatch.setattr(metrics_reader, "_many", lambda _: None)
-    line_by_line = MetricsReader(tmp_path / "m.jsonl")
-    line_by_line.update()
-    assert repr(reader.curves()) == repr(line_by_line.curves()) and reader.step == line_by_line.step
-    assert len(reader.curves()["loss"].steps) == 2500 + ("NaN" in line)
-
-
-def test_a_line_that_grows_over_blocks_is_read_once(tmp_path, small):
-    reader, file = MetricsReader(tmp_path / "m.jsonl"), tmp_path / "m.jsonl"
-    text = "".join(json.dumps(row) + "\n" for row in rows(300))
-    for end in (100, 5000, 9001, len(text)):
-        file.write_text(text[:end])
-        reader.update()
-    assert reader.curves()["loss"].steps[-1] == 300 and reader.step == 300
-
-
 def test_a_long_file_is_read_in_blocks(tmp_path, small, monkeypatch):
-    """What is held of a file at a time does not grow with it."""
+    """What is held of a file at a time does not grow with it, and a last line that is not whole is left out."""
     sizes: list[int] = []
-    monkeypatch.setattr(metrics_reader, "_many", lambda whole: sizes.append(len(whole)))
+    columns = metrics_reader._columns
+
+    def noted(whole, file, before):
+        sizes.append(len(whole))
+        return columns(whole, file, before)
+
+    monkeypatch.setattr(metrics_reader, "_columns", noted)
     write(tmp_path / "m.jsonl", rows(2000))
-    reader = MetricsReader(tmp_path / "m.jsonl")
-    reader.update()
-    assert sum(sizes) == (tmp_path / "m.jsonl").stat().st_size and len(sizes) > 20
+    whole = (tmp_path / "m.jsonl").stat().st_size
+    with (tmp_path / "m.jsonl").open("a") as file:
+        file.write('{"step": 2001, "train/lo')
+    assert read_metrics(tmp_path / "m.jsonl").curves["loss"].steps[-1] == 2000
+    assert sum(sizes) == whole and len(sizes) > 20
     assert max(sizes) < 4096 + 200  # a block, and the begin of a line
-    assert all(len(steps) <= 2 * 100 for steps, _ in reader._columns.values())

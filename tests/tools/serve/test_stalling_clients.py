@@ -11,9 +11,12 @@ from contextlib import ExitStack, suppress
 
 import pytest
 from helpers import REPO, environment, read_until
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 
 from unified_trainer.tools.serve import web_server
-from unified_trainer.tools.serve.page_server import Answer, Pages
+from unified_trainer.tools.serve.service import Service
 from unified_trainer.tools.serve.web_server import serving
 
 pytestmark = pytest.mark.slow  # seconds together
@@ -24,8 +27,21 @@ LARGE = 2**23  # bytes, more than a connection's buffers hold
 NEVER = 3600.0
 
 
-def page(path, query):
-    return Answer(path, lambda: b"x" * (LARGE if path == "/large" else 4), "text/plain")
+def answer(request):
+    return PlainTextResponse("x" * (LARGE if request.url.path == "/large" else 4))
+
+
+class Pages(Service):
+    """A service whose requests a function answers, in a thread."""
+
+    def __init__(self, answer=answer):
+        vars(self)["answer"] = answer
+
+    def app(self):
+        return Starlette(routes=[Route("/{path:path}", self.answer)])
+
+    def close(self):
+        pass
 
 
 @pytest.fixture
@@ -33,7 +49,7 @@ def place(monkeypatch):
     """The address of a server with room for eight connections, whose clients have an hour for a header."""
     monkeypatch.setattr(web_server, "MOST_OPEN", 8)
     monkeypatch.setattr(web_server, "HEADER_SECONDS", NEVER)
-    with web_server.open_port("127.0.0.1", 0) as listener, serving(Pages(page), listener):
+    with web_server.open_port("127.0.0.1", 0) as listener, serving(Pages(), listener):
         yield listener.getsockname()
 
 
@@ -85,10 +101,10 @@ def test_an_answer_under_way_makes_no_room(monkeypatch):
     monkeypatch.setattr(web_server, "MOST_OPEN", 1)
     begun, go = threading.Event(), threading.Event()
 
-    def slow(path, query):
+    def slow(request):
         begun.set()
         assert go.wait(60)
-        return page(path, query)
+        return answer(request)
 
     with web_server.open_port("127.0.0.1", 0) as listener, serving(Pages(slow), listener):
         answers = []
@@ -121,7 +137,7 @@ def test_a_header_that_comes_byte_by_byte_has_an_end(monkeypatch, before, capfd)
     monkeypatch.setattr(kind, "connection_lost", lost)
     with ExitStack() as opened:
         listener = opened.enter_context(web_server.open_port("127.0.0.1", 0))
-        opened.enter_context(serving(Pages(page), listener))
+        opened.enter_context(serving(Pages(), listener))
         with socket.create_connection(listener.getsockname(), timeout=60) as client:
             if before:
                 client.sendall(before)
@@ -141,22 +157,17 @@ def test_a_header_that_comes_byte_by_byte_has_an_end(monkeypatch, before, capfd)
 def test_a_server_that_is_stopped_waits_for_nobody_who_stalls(monkeypatch, sent):
     monkeypatch.setattr(web_server, "HEADER_SECONDS", 0.05)
     listener = web_server.open_port("127.0.0.1", 0)
-    with listener, socket.socket() as client, serving(Pages(page), listener):
+    with listener, socket.socket() as client, serving(Pages(), listener):
         client.connect(listener.getsockname())
         client.sendall(sent)
         assert asked(listener.getsockname())[0] == 200
 
 
-@pytest.mark.slow
 def test_300_clients_stall_and_exhaust_no_open_files(tmp_path):
     """A process that may open 256 files, as a user's shell may say, answers, ends, and prints no traceback."""
-    run = tmp_path / "runs" / "one"
-    run.mkdir(parents=True)
-    (run / "config.yaml").write_text("steps: 1\n")
-    (run / "metrics.jsonl").write_text("")
     limited = "import resource, runpy; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)); "
     limited += "runpy.run_module('unified_trainer', run_name='__main__')"
-    words = [sys.executable, "-c", limited, "watch", str(tmp_path / "runs"), "--port", "0"]
+    words = [sys.executable, "-c", limited, "serve-reward", "--reward", "sharpness", "--port", "0", "--device", "cpu"]
     how = {"cwd": REPO, "env": environment(), "stdout": subprocess.PIPE, "text": True}
     with (
         open(tmp_path / "err", "w") as err,
@@ -169,8 +180,8 @@ def test_300_clients_stall_and_exhaust_no_open_files(tmp_path):
             client = opened.enter_context(socket.create_connection(place, timeout=60))
             client.sendall(HALF if number % 2 else HALF_A_BODY)
             if number % 50 == 0:
-                assert asked(place)[0] == 200
-        assert asked(place)[0] == 200
+                assert asked(place, "/health")[0] == 200
+        assert asked(place, "/health")[0] == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     assert "Traceback" not in (tmp_path / "err").read_text()

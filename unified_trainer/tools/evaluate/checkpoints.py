@@ -24,13 +24,9 @@ from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.settings.fitting import recipe_to_add
 from unified_trainer.run.settings.flags import split
-from unified_trainer.tools.evaluate.served import ServedStudent, is_address
 from unified_trainer.tools.load_run import LoadedRole, load_folder, load_role
 
-GRAMMAR = (
-    "RUN[@STEP|@best|@latest][:ema|:weights] or a model folder, then [,KEY=VALUE...] of its sampler, or the address "
-    "of a served student, http://HOST:PORT"
-)
+GRAMMAR = "RUN[@STEP|@best|@latest][:ema|:weights] or a model folder, then [,KEY=VALUE...] of its sampler"
 SPEC = re.compile(
     r"(?P<place>.+?)(?:@(?P<step>[0-9]+|best|latest))?(?P<weights>:ema|:weights|:student)?(?P<own>(?:,\w[\w.]*=[^,]*)*)"
 )
@@ -45,19 +41,16 @@ class Checkpoint:
     """One row of an evaluation: weights, and the settings that they are sampled with."""
 
     name: str  # short and unlike those of the others
-    spec: str  # RUN@STEP[:ema], the model folder, or the address of a served student
-    step: int | None  # None for a model folder and for a served student
+    spec: str  # RUN@STEP[:ema], or the model folder
+    step: int | None  # None for a model folder
     ema: bool
     run: RunConfig
     flags: tuple[str, ...]  # that changed the run's settings
     digest: str  # of the weights: checksums of a checkpoint; names, sizes and times of a model folder's files
-    served: ServedStudent | None = None  # the student behind the address; None where this process samples
 
     def check(self) -> tuple[int, int, int, int]:
         """Return the shape of its latents; raise UserError for a sampler or a size that cannot be."""
         self.run.sampler.check()
-        if self.served is not None:
-            return self.served.latent_shape
         family, folder = family_of(STUDENT, self._path)
         video = self.run.video
         return family.latent_shape(folder, video.frames, video.height, video.width)
@@ -65,8 +58,6 @@ class Checkpoint:
     @property
     def images(self) -> tuple[int, int]:
         """The fewest and the most condition images that a sample takes."""
-        if self.served is not None:
-            return self.served.images
         family, folder = family_of(STUDENT, self._path)
         return family.images(folder)
 
@@ -81,41 +72,26 @@ class Checkpoint:
         return self.spec if self.step is None else self.run.roles[STUDENT].path
 
 
-def read_checkpoints(
-    texts: Sequence[str], flags: Sequence[str], recipe: str, *, needs_reward: bool = True
-) -> tuple[Checkpoint, ...]:
+def read_checkpoints(texts: Sequence[str], flags: Sequence[str], recipe: str) -> tuple[Checkpoint, ...]:
     """Return the checkpoints that the command line names; UserError for one that does not exist or is named twice.
 
-    `flags` change the settings of all. A model folder has those of `recipe`, or without one of the first run; so does
-    a served student, but for its sampler and its size. A served student alone has no reward, which is refused unless
-    `needs_reward` is False. Servers are asked what they are.
+    `flags` change the settings of all. A model folder has those of `recipe`, or without one of the first run.
     """
     for name, _ in split(flags):
         if name and name.removeprefix("--").partition(".")[0] not in SECTIONS:
             raise UserError(f"{name}: evaluate changes settings of {', '.join(SECTIONS)} only; leave it out")
     if not texts:
         raise UserError("evaluate needs a checkpoint: " + GRAMMAR)
-    wrong = [name for name, _ in split(flags) if name.startswith(("--sampler.", "--encoders."))]
-    if wrong and (served := next(filter(is_address, texts), "")):
-        raise UserError(f"{wrong[0]}: the student at {served} samples with the settings of its server; leave it out")
-    parsed = [None if is_address(text) else _Parsed.of(text) for text in texts]
-    first = next((checkpoint for checkpoint in parsed if checkpoint is not None and checkpoint.is_run), None)
+    parsed = [_Parsed.of(text) for text in texts]
+    first = next((checkpoint for checkpoint in parsed if checkpoint.is_run), None)
     of_models = ["--method", "finetune", "--recipe", recipe] if recipe else []
     if first is not None and not recipe:
         of_models = ["--resume", str(first.place)]
-    if None in parsed and needs_reward and not of_models:
-        raise UserError(
-            f"{texts[parsed.index(None)]} is a served student: name a run too, a --recipe, or --reward FILE, for the "
-            "reward that measures its videos"
-        )
     checkpoints: list[Checkpoint] = []
     for text, own in zip(texts, parsed, strict=True):
-        if own is None:
-            found = _served(text, flags, of_models)
-        else:
-            found = _run(own, flags) if own.is_run else _model(own, flags, of_models)
+        found = _run(own, flags) if own.is_run else _model(own, flags, of_models)
         for other, before in zip(texts, checkpoints, strict=False):
-            if (before.digest, before.run, before.served) == (found.digest, found.run, found.served):
+            if (before.digest, before.run) == (found.digest, found.run):
                 raise UserError(f"{text} is {other} once more: name each checkpoint once")
         checkpoints.append(found)
     return _with_names(checkpoints, texts)
@@ -149,12 +125,6 @@ class _Parsed:
             key, _, value = setting.partition("=")
             own += [f"--sampler.{key.replace('_', '-')}", *value.split()]
         return cls(text, place, parts["step"], parts["weights"].removeprefix(":"), tuple(own), is_run)
-
-
-def _served(text: str, flags: Sequence[str], settings: Sequence[str]) -> Checkpoint:
-    run = parse([*(settings or OF_TINY), *flags])
-    served = ServedStudent.of(text)
-    return Checkpoint("", served.url, None, False, served.settings(run), tuple(flags), served.about["weights"], served)
 
 
 def _run(parsed: _Parsed, flags: Sequence[str]) -> Checkpoint:
@@ -208,12 +178,8 @@ def _with_names(checkpoints: Sequence[Checkpoint], texts: Sequence[str]) -> tupl
     """Give each checkpoint the name of its folder with step, weights and settings; with the whole path if two agree."""
     short, whole = [], []
     for checkpoint, text in zip(checkpoints, texts, strict=True):
-        if checkpoint.served:
-            short.append(checkpoint.served.name)
-            whole.append(f"{checkpoint.served.name} at {checkpoint.spec}")
-        else:
-            own = "" if Path(text).is_dir() else "".join(text.partition(",")[1:])
-            short.append(f"{Path(checkpoint.spec).name}{own}")
-            whole.append(f"{checkpoint.spec}{own}")
+        own = "" if Path(text).is_dir() else "".join(text.partition(",")[1:])
+        short.append(f"{Path(checkpoint.spec).name}{own}")
+        whole.append(f"{checkpoint.spec}{own}")
     names = [name if short.count(name) == 1 else longer for name, longer in zip(short, whole, strict=True)]
     return tuple(dataclasses.replace(one, name=name) for one, name in zip(checkpoints, names, strict=True))

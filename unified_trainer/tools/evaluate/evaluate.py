@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,24 +15,22 @@ from unified_trainer.basics.ranges import Count, Fraction, NonNegative, Seed, at
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.terminal import say
 from unified_trainer.data.tiny_world import is_tiny_world
-from unified_trainer.models.base import Codec, Family
+from unified_trainer.models.base import Codec
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.device import Device, fitting
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.base import RewardConfig, ScorerConfig
 from unified_trainer.rewards.reward import VideoReward
 from unified_trainer.rewards.scorers import check_of_videos, check_prompts, check_reward, load_scorers, scorer_kind
-from unified_trainer.run.registry import family_of
 from unified_trainer.run.settings.command_line import read_reward
 from unified_trainer.run.settings.flags import split
 from unified_trainer.run.settings.settings import RunFlags
 from unified_trainer.run.validation.distances import check_real, video_features
 from unified_trainer.tools.evaluate import files, pages, vote_count
-from unified_trainer.tools.evaluate.checkpoints import TINY, Checkpoint, read_checkpoints
+from unified_trainer.tools.evaluate.checkpoints import Checkpoint, read_checkpoints
 from unified_trainer.tools.evaluate.measures import BootstrapConfig, print_summary, summarise
 from unified_trainer.tools.evaluate.plan import NOISE_STEP, Plan
-from unified_trainer.tools.evaluate.samples import Measured, folder_of, measure, own_videos, read_measured
-from unified_trainer.tools.evaluate.served import served_videos
+from unified_trainer.tools.evaluate.samples import Measured, folder_of, measure, read_measured
 from unified_trainer.tools.progress import ItemProgress
 from unified_trainer.tools.report.page import MEGABYTE, VIDEO_MEGABYTES
 from unified_trainer.tools.sample.sample import check_images, of_prompts, read_lines
@@ -71,9 +68,8 @@ def evaluate(
     come after CHECKPOINTS. Called again, it uses samples of finished checkpoints that fit.
 
     Args:
-        checkpoints: RUN[@STEP], RUN@best or RUN@latest, with :ema for the EMA weights; or a model folder or tiny; or
-            http://HOST:PORT, a student behind the command serve. A checkpoint may have settings of the sampler:
-            RUN,num_steps=8,solver=ode. Differences are to the first one.
+        checkpoints: RUN[@STEP], RUN@best or RUN@latest, with :ema for the EMA weights; or a model folder or tiny. A
+            checkpoint may have settings of the sampler: RUN,num_steps=8,solver=ode. Differences are to the first one.
         output: Folder to write: evaluation.html, votes.html, evaluation.json, samples.csv, measures.csv,
             differences.csv and the videos; it must be empty, absent or written by this command.
         prompts: Prompts, or files with one prompt per line, or tables, whose column image students of images read.
@@ -106,7 +102,7 @@ def evaluate(
         return
     if any(name.startswith("--reward.") for name, _ in split(settings)) and reward is not None:
         raise UserError("--reward FILE has all settings of the reward: leave the flags --reward.... out")
-    chosen = read_checkpoints(checkpoints, settings, recipe, needs_reward=reward is None)
+    chosen = read_checkpoints(checkpoints, settings, recipe)
     if not seeds or len({*seeds}) < len(seeds):
         raise UserError(f"--seeds {' '.join(map(str, seeds))}: name one or more seeds, each once")
     lines = _distinct(prompts, images=any(checkpoint.images[1] for checkpoint in chosen))
@@ -155,17 +151,12 @@ def _check(chosen: Sequence[Checkpoint], plan: Plan, rewards: RewardConfig) -> N
     for checkpoint in chosen:
         way_out = "give a table of prompts with a column image" if checkpoint.images[0] else "evaluate it without them"
         check_images(checkpoint.name, checkpoint.images, Request.of(plan.prompts), way_out)
-    for checkpoint, shape, video in zip(chosen, shapes, videos, strict=True):
+    for checkpoint, shape in zip(chosen, shapes, strict=True):
         if shape != shapes[0]:
             sizes = [f"{frames} x {height} x {width}" for _, frames, height, width in (shapes[0], shape)]
             raise UserError(
                 f"{checkpoint.name} makes videos of {sizes[1]} (frames, height, width) and latents {shape[0]}, "
                 f"{chosen[0].name} of {sizes[0]} and {shapes[0][0]}: the noise of both cannot be the same"
-            )
-        if (checkpoint.served or chosen[0].served) and video.fps != videos[0].fps:
-            raise UserError(
-                f"{checkpoint.name} makes videos of {video.fps:g} frames per second and {chosen[0].name} of "
-                f"{videos[0].fps:g}: serve a run with the same video.fps"
             )
     check_reward(rewards, videos[0].frames)
     check_of_videos(rewards)
@@ -212,24 +203,16 @@ def _measured(
     features = video_features(of_images, plan.frechet_stride, i3d, "--i3d", video, plan.batch, mesh.device)
     last: dict[tuple[Path, EncoderConfig], Codec] = {}
 
-    def codec_of(family: Family, base: Path, encoders: EncoderConfig) -> Codec:
-        """Return a codec; the last one is kept, because checkpoints of one base share its encoded prompts."""
-        if (base, encoders) not in last:
-            last.clear()  # one at a time in memory
-            last[base, encoders] = family.codec(base, mesh.device, encoders)
-        return last[base, encoders]
-
     def measured(checkpoint: Checkpoint, place: Path) -> Measured:
-        seconds: list[float] = []
-        if checkpoint.served is not None:
-            videos = served_videos(checkpoint.served, plan, seconds, mesh.device)
-            codec = partial(codec_of, *family_of("student", TINY), EncoderConfig())
-        else:
-            loaded = checkpoint.load(mesh)
-            codec = partial(codec_of, loaded.family, loaded.base, loaded.run.encoders)
-            videos = own_videos(loaded, codec(), plan, seconds)
-        reward, done, device = VideoReward(scorers, rewards), progress.advance, mesh.device.type
-        return measure(place, checkpoint, videos, seconds, codec, plan, reward, features, device, done)
+        """Measure one checkpoint; the last codec is kept, because checkpoints of one base share its prompts."""
+        loaded = checkpoint.load(mesh)
+        key = loaded.base, loaded.run.encoders
+        if key not in last:
+            last.clear()  # one at a time in memory
+            last[key] = loaded.family.codec(loaded.base, mesh.device, loaded.run.encoders)
+        return measure(
+            place, checkpoint, loaded, last[key], plan, VideoReward(scorers, rewards), features, progress.advance
+        )
 
     with ItemProgress("batches", len(missing) * len(list(plan.parts()))) as progress:
         for i in missing:

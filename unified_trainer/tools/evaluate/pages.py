@@ -18,7 +18,7 @@ from unified_trainer.tools.evaluate.samples import Measured
 from unified_trainer.tools.output_folder import write_text
 from unified_trainer.tools.report.page import BASE64
 from unified_trainer.tools.report.sample_videos import data_uri
-from unified_trainer.tools.report.templates import INLINE, filled, inside, own_file
+from unified_trainer.tools.report.templates import filled, own_file
 
 QUESTION = "Which video is better?"
 SIGNS = {1: "higher is better", 0: "", -1: "lower is better"}
@@ -39,7 +39,7 @@ class Embedded:
         if file not in self._positions:
             self._positions[file] = len(self.videos)
             self._left -= file.stat().st_size
-            self.videos.append(data_uri(file, "mp4"))
+            self.videos.append(data_uri(file))
         return self._positions[file]
 
     def fits(self, files: Sequence[Path]) -> bool:
@@ -158,10 +158,10 @@ def _evaluation_page(
         if (points := [_point(i, cell) for i, cell in enumerate(row["cells"]) if i > 0 and cell["interval"]])
     ]
     data = {"runs": names, "charts": charts, "rows": shown, "images": _of(shown, images), "videos": embedded.videos}
-    scripts = inside((get_plotlyjs(), own_file("pairs.js"), own_file("evaluation.js")))
+    scripts = (get_plotlyjs(), own_file("pairs.js"), own_file("evaluation.js"))
     left_out = sum(any(card["video"] for card in row["cards"]) for row in rows) - len(shown)
     values: dict[str, Any] = {"data": data, "about": about, "names": names, "table": table, "left_out": left_out}
-    return filled("evaluation.html", INLINE, scripts, **values), len(embedded.videos)
+    return filled("evaluation.html", scripts, **values), len(embedded.videos)
 
 
 def _votes_page(
@@ -176,8 +176,8 @@ def _votes_page(
         left, right = map(embedded.position, files)
         shown.append({"prompt": row["prompt"], "number": row["number"], "left": left, "right": right})
     data = {"key": key, "ballots": shown, "images": _of(shown, images), "videos": embedded.videos}
-    scripts = inside((own_file("pairs.js"), own_file("votes.js")))
-    return filled("votes.html", INLINE, scripts, data=data, question=QUESTION), len(shown)
+    scripts = (own_file("pairs.js"), own_file("votes.js"))
+    return filled("votes.html", scripts, data=data, question=QUESTION), len(shown)
 
 
 def _cell(measure: Mapping[str, Any], difference: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,36 +78,21 @@ def read_measured(folder: Path) -> Measured | None:
     return Measured(folder, held["rows"], held["seconds"], held["calls"], tensors)
 
 
-def own_videos(loaded: LoadedRole, codec: Codec, plan: Plan, seconds: list[float]) -> Iterator[Video]:
-    """Yield the videos of each part, by a model in this process; the latents are those of rollout with this batch.
-
-    `seconds` gets the time of generating one sample, for each batch.
-    """
-    for seed, numbers in plan.parts():
-        requests = Request.of(plan.prompts_of(numbers))
-        began, noise = time.perf_counter(), [noise_number(seed, i) for i in numbers]
-        latents = draw_latents(loaded, codec, requests, noise).float().cpu()
-        seconds.append((time.perf_counter() - began) / len(numbers))
-        yield codec.decode(latents.to(loaded.role.device))
-
-
 @torch.no_grad()
 def measure(
     folder: Path,
     checkpoint: Checkpoint,
-    videos: Iterator[Video],
-    seconds: list[float],
-    codec: Callable[[], Codec],
+    loaded: LoadedRole,
+    codec: Codec,
     plan: Plan,
     reward: VideoReward,
     features: Mapping[str, VideoFeatures],
-    device: str,
     done: Callable[[], None],
 ) -> Measured:
     """Generate, score and write the samples of a checkpoint; `done` is called after each batch.
 
-    `videos` are those of each part of the plan, which fill `seconds`. `features` are what Frechet distances compare, by
-    the name of the distance. `codec` is asked for only where real clips of the tiny world are measured too.
+    The latents are those of rollout with this batch. `features` are what Frechet distances compare, by the name of the
+    distance.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -119,15 +104,19 @@ def measure(
             real = read_real(plan.real_clips, "--real-clips", checkpoint.run.video, numbers).to(video.device)
         elif features and is_tiny_world(video.shape[2:], plan.prompts):
             clips = render([real_clip(prompt, seed, i) for prompt, i in zip(prompts, numbers, strict=True)])
-            real = codec().decode(codec().encode(clips.to(video.device)))
+            real = codec.decode(codec.encode(clips.to(video.device)))
         columns |= {f"{FEATURES}{name}": of(video) for name, of in features.items()}
         return columns if real is None else columns | {f"{REAL}{name}": of(real) for name, of in features.items()}
 
     rows: list[dict[str, Any]] = []
+    seconds: list[float] = []  # of generating one sample, for each batch
     tensors: dict[str, list[Tensor]] = {}
-    for (seed, numbers), video in zip(plan.parts(), videos, strict=True):
-        prompts = plan.prompts_of(numbers)
-        new = []
+    for seed, numbers in plan.parts():
+        prompts, began = plan.prompts_of(numbers), time.perf_counter()
+        latents = draw_latents(loaded, codec, Request.of(prompts), [noise_number(seed, i) for i in numbers])
+        latents = latents.float().cpu()
+        seconds.append((time.perf_counter() - began) / len(numbers))
+        video, new = codec.decode(latents.to(loaded.role.device)), []
         for number, columns in zip(numbers, _scores(video, prompts, plan, reward), strict=True):
             prompt, sample = divmod(number, plan.samples)
             noise = noise_number(seed, number)
@@ -139,7 +128,7 @@ def measure(
         done()
     joined = {name: torch.cat(parts).contiguous() for name, parts in tensors.items()}
     calls = network_calls(checkpoint.run.sampler, checkpoint.check()[1])
-    key = _key(checkpoint, plan, reward.config, device)
+    key = _key(checkpoint, plan, reward.config, loaded.role.device.type)
     with writing(folder):
         write_tensors(folder / TENSORS, joined)
     held = {"key": key, "calls": calls, "seconds": seconds, "rows": rows}
@@ -162,11 +151,8 @@ def _key(checkpoint: Checkpoint, plan: Plan, reward: RewardConfig, device: str) 
     scoring = {key: value for key, value in asdict(reward).items() if key not in ("retries", "timeout")}
     about = {"version": VERSION, "spec": checkpoint.spec, "weights": checkpoint.digest, "device": device}
     about |= {name: run[name] for name in ("sampler", "video")} | {"reward": scoring}
-    if (served := checkpoint.served) is not None:
-        about |= {"served_by": served.about["device"], "encoding": served.asking.encoding}
-    else:
-        about |= {"base": run["student"]["path"], "precision": run["student"]["precision"]}
-        about |= {name: getattr(encoders, name) for name in ("text_precision", "vae_precision")}
+    about |= {"base": run["student"]["path"], "precision": run["student"]["precision"]}
+    about |= {name: getattr(encoders, name) for name in ("text_precision", "vae_precision")}
     images = [[image.sha256 for image in identity_of(prompt)[1]] for prompt in plan.prompts]
     about |= {"images": images} if any(images) else {}
     return json.loads(json.dumps(about | asdict(plan)))

@@ -1,26 +1,24 @@
-"""The curves of a metrics.jsonl, which a run may still append to: what was read once is not read again.
+"""The curves of a metrics.jsonl, read in blocks of lines.
 
 A curve keeps all points up to `MOST`; of a longer one it keeps the extremes and the end of equal stretches of steps, so
 that memory has a bound.
 """
 
 import json
-import os
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from unified_trainer.basics.errors import UserError
 
 TRAIN, VALIDATION = "train/", "validation/"
-SEAM = 256  # bytes before the end of what was read, which must still be there
 BLOCK = 2**22  # bytes that are read at a time
 MOST = 10_000  # points of a curve that are kept; up to twice as many wait to be thinned
-Named = tuple[str, array, array]  # a metric with the steps and values that are new
+Points = tuple[array, array]  # steps and values
 
 
 class RunFolderUnreadableError(UserError):
@@ -36,84 +34,51 @@ class Curve:
     values: tuple[float, ...]
 
 
-class MetricsReader:
-    """The metrics of one file; `update` reads what was appended, or all of it if the file was written anew."""
+class Metrics(NamedTuple):
+    """The content of a metrics.jsonl."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._forget()
+    curves: dict[str, Curve]  # by name
+    step: int  # training steps that the file has
+    written: float | None  # when the last line was, in seconds since 1970
 
-    def _forget(self) -> None:
-        self.step = 0  # training steps that the file has
-        self.written: float | None = None  # when the last line was, in seconds since 1970
-        self._columns: dict[str, tuple[array, array]] = {}  # steps and values
-        self._inode, self._end, self._seam, self._number = 0, 0, b"", 0
 
-    def update(self) -> None:
-        """Read the lines that are new; RunFolderUnreadableError for a damaged one, and nothing if there is no file.
+def read_metrics(file: Path) -> Metrics:
+    """Return the metrics of a file, none if there is no file; RunFolderUnreadableError names a damaged line.
 
-        A last line that is not whole yet is left for the next call.
-        """
-        if not self._file.is_file():
-            self._forget()
-            return
-        with self._file.open("rb") as opened:
-            inode = os.fstat(opened.fileno()).st_ino
-            opened.seek(max(self._end - len(self._seam), 0))
-            if self._inode != inode or opened.read(len(self._seam)) != self._seam:
-                self._forget()
-            self._inode = inode
-            opened.seek(self._end)
-            try:
-                for whole in _blocks(opened):
-                    self._add(whole)
-            except RunFolderUnreadableError:
-                self._forget()
-                raise
-
-    def _add(self, whole: bytes) -> None:
-        for name, steps, values in _many(whole) or _columns(whole, self._file, self._number):
+    A last line that is not whole yet is left out.
+    """
+    columns: dict[str, Points] = {}
+    step, written, number = 0, None, 0
+    for whole in _blocks(file) if file.is_file() else ():
+        for name, (steps, values) in _columns(whole, file, number).items():
             if name == "time":
-                self.written = values[-1]
+                written = values[-1]
                 continue
             if name.startswith(TRAIN):
-                self.step = max(self.step, max(steps))
-            name = name.removeprefix(TRAIN)
-            points = self._columns.setdefault(name, (array("q"), array("d")))
+                step = max(step, *steps)
+            points = columns.setdefault(name.removeprefix(TRAIN), (array("q"), array("d")))
             points[0].extend(steps)
             points[1].extend(values)
             if len(points[0]) > 2 * MOST:
-                kept = thinned(np.asarray(points[0]), np.asarray(points[1]), MOST).tolist()
-                self._columns[name] = array("q", (points[0][i] for i in kept)), array("d", (points[1][i] for i in kept))
-        self._end += len(whole)
-        self._number += whole.count(b"\n")
-        self._seam = (self._seam + whole)[-SEAM:]
-
-    def curves(self) -> dict[str, Curve]:
-        """Return the curves of all metrics by name."""
-        return {name: Curve(name, tuple(steps), tuple(values)) for name, (steps, values) in self._columns.items()}
+                kept = thinned(np.array(points[0]), np.array(points[1]), MOST).tolist()
+                points[0][:], points[1][:] = (array(own.typecode, [own[i] for i in kept]) for own in points)
+        number += whole.count(b"\n")
+    curves = {name: Curve(name, tuple(steps), tuple(values)) for name, (steps, values) in columns.items()}
+    return Metrics(curves, step, written)
 
 
-def _blocks(opened: BinaryIO) -> Iterator[bytes]:
-    """Yield what is left of a file in blocks of whole lines."""
+def _blocks(file: Path) -> Iterator[bytes]:
+    """Yield a file in blocks of whole lines."""
     rest = b""
-    while part := opened.read(BLOCK):
-        whole, line_feed, rest = (rest + part).rpartition(b"\n")
-        if line_feed:
-            yield whole + line_feed
+    with file.open("rb") as opened:
+        while part := opened.read(BLOCK):
+            whole, line_feed, rest = (rest + part).rpartition(b"\n")
+            if line_feed:
+                yield whole + line_feed
 
 
-def _many(whole: bytes) -> list[Named] | None:
-    """Return the metrics of many lines, by Arrow; None for few lines, and for what Arrow does not read."""
-    if len(whole) <= BLOCK // 4:
-        return None
-    from unified_trainer.tools.report.arrow_lines import metrics_in  # the lists of short runs do not need it
-
-    return metrics_in(whole)
-
-
-def _columns(whole: bytes, file: Path, before: int) -> list[Named]:
-    columns: dict[str, tuple[array, array]] = {}
+def _columns(whole: bytes, file: Path, before: int) -> dict[str, Points]:
+    columns: dict[str, Points] = {}
     for row in objects(whole, file, before):
         step = row.get("step")
         if not isinstance(step, int) or not 0 <= step < 2**53:
@@ -123,7 +88,7 @@ def _columns(whole: bytes, file: Path, before: int) -> list[Named]:
                 steps, values = columns.setdefault(name, (array("q"), array("d")))
                 steps.append(step)
                 values.append(float(value))
-    return [(name, *points) for name, points in columns.items()]
+    return columns
 
 
 def thinned(steps: np.ndarray, values: np.ndarray, most: int) -> np.ndarray:

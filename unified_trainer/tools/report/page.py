@@ -1,12 +1,10 @@
 """The command report: one HTML file of one or several runs that a browser opens from disk, without a network."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from unified_trainer.basics.errors import OutputExistsError, UserError
@@ -16,7 +14,7 @@ from unified_trainer.basics.terminal import say
 from unified_trainer.tools.report.charts import chart_groups
 from unified_trainer.tools.report.healthy import departures
 from unified_trainer.tools.report.run_folder import RunRecord, read_run, read_validations
-from unified_trainer.tools.report.sample_videos import SampleVideos, VideoFormat, data_uri
+from unified_trainer.tools.report.sample_videos import SampleVideos
 from unified_trainer.tools.report.status import best_of, status_of
 from unified_trainer.tools.report.tables import (
     Settings,
@@ -26,7 +24,7 @@ from unified_trainer.tools.report.tables import (
     reward_parts,
     settings_of_run,
 )
-from unified_trainer.tools.report.templates import INLINE, filled, inside, own_file
+from unified_trainer.tools.report.templates import filled, own_file
 
 MEGABYTE = 10**6
 VIDEO_MEGABYTES = 20.0  # of a page, unless asked otherwise
@@ -34,12 +32,12 @@ BASE64 = 4 / 3  # bytes of a data URI for each byte of a video
 MARK = '<meta name="generator" content="unified-trainer report">'
 HEADLINES = ("reward", "accuracy", "frechet")  # validation metrics at the top
 SCRIPTS = ("curves.js", "samples.js")
+MOST_POINTS = 4000  # of a curve, about
 
 
 def report(
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional],
     out: Path = Path("report.html"),
-    video: VideoFormat = "mp4",
     video_megabytes: NonNegative = VIDEO_MEGABYTES,
 ) -> None:
     """Write one HTML file of runs that a browser opens from disk: curves, samples over training, settings.
@@ -49,10 +47,9 @@ def report(
     Args:
         runs: Run directories; a run may still go on.
         out: File to write; a report that is there already is replaced.
-        video: Format of the videos: mp4 as the runs wrote them (H.264), or webm (VP9) for browsers without H.264.
         video_megabytes: Megabytes of videos in the page; 0 leaves out all, else validations in the middle are left out.
     """
-    samples, unreadable = write_report(runs, out, video, video_megabytes)
+    samples, unreadable = write_report(runs, out, video_megabytes)
     line = f"{out}: {out.stat().st_size / MEGABYTE:.1f} MB, {len(samples.videos)} videos"
     if samples.left_out:
         line += f"; {samples.left_out} more did not fit into --video-megabytes {video_megabytes:g}"
@@ -61,20 +58,8 @@ def report(
     say(line)
 
 
-@dataclass(frozen=True)
-class Frame:
-    """The surroundings of a page: scripts inside it or beside it, and the policy of what it may load."""
-
-    policy: str  # content security policy
-    scripts: tuple[Markup, ...]  # elements, in order
-    renewed_every: float | None = None  # seconds; None for a page that stays as it was written
-    most_points: int = 4000  # of a curve, about
-    settings: Callable[[RunRecord], Settings] = settings_of_run
-    unreadable: tuple[str, ...] = ()  # why runs that were asked for are not in the page
-
-
 def write_report(
-    folders: Sequence[Path], out: Path, form: VideoFormat = "mp4", video_megabytes: float = VIDEO_MEGABYTES
+    folders: Sequence[Path], out: Path, video_megabytes: float = VIDEO_MEGABYTES
 ) -> tuple[SampleVideos, tuple[str, ...]]:
     """Write the report of run directories; return its videos, and why some of the runs are not in it.
 
@@ -84,11 +69,10 @@ def write_report(
     if video_megabytes < 0:
         raise UserError(f"--video-megabytes must not be negative, but is {video_megabytes}")
     names = dict(zip(folders, _distinct_names(folders), strict=True))
-    runs, settings, unreadable = _readable(folders)
-    samples = SampleVideos(lambda file: data_uri(file, form))
-    scripts = inside((get_plotlyjs(), *map(own_file, SCRIPTS)))
-    frame = Frame(INLINE, scripts, settings=lambda run: settings[run.folder], unreadable=unreadable)
-    text = render(runs, [names[run.folder] for run in runs], samples, int(video_megabytes * MEGABYTE / BASE64), frame)
+    runs, unreadable = _readable(folders)
+    samples = SampleVideos()
+    limit = int(video_megabytes * MEGABYTE / BASE64)
+    text = _rendered(runs, [names[run.folder] for run, _ in runs], samples, limit, unreadable)
     building = out.with_suffix(".tmp")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -99,21 +83,19 @@ def write_report(
     return samples, unreadable
 
 
-def _readable(folders: Sequence[Path]) -> tuple[list[RunRecord], dict[Path, Settings], tuple[str, ...]]:
-    """Return the runs that can be read, their settings by folder, and why the others cannot; UserError if none can."""
-    runs, settings, faults = [], {}, []
+def _readable(folders: Sequence[Path]) -> tuple[list[tuple[RunRecord, Settings]], tuple[str, ...]]:
+    """Return the runs that can be read with their settings, and why the others cannot; UserError if none can."""
+    runs, faults = [], []
     for folder in folders:
         try:
             run = read_run(folder)
             read_validations(folder)
-            settings[folder] = settings_of_run(run)
+            runs.append((run, settings_of_run(run)))
         except UserError as error:
             faults.append(error)
-        else:
-            runs.append(run)
     if not runs:
         raise faults[0]
-    return runs, settings, tuple(f"unreadable: {fault}" for fault in faults)
+    return runs, tuple(f"unreadable: {fault}" for fault in faults)
 
 
 def check_out(out: Path) -> None:
@@ -126,29 +108,38 @@ def check_out(out: Path) -> None:
         raise OutputExistsError(f"--out {out} exists and is no report; choose another file or remove it")
 
 
-def render(runs: Sequence[RunRecord], names: Sequence[str], samples: SampleVideos, limit: float, frame: Frame) -> str:
-    """Return the page and fill `samples`, whose videos are bounded by `limit` in bytes, before they are text."""
+def _rendered(
+    read: Sequence[tuple[RunRecord, Settings]],
+    names: Sequence[str],
+    samples: SampleVideos,
+    limit: int,
+    unreadable: Sequence[str],
+) -> str:
+    """Return the page of runs, each with its settings, and fill `samples`.
+
+    `limit` bounds their videos in bytes, before they are text; `unreadable` says why runs that were asked for are not
+    in the page.
+    """
+    runs = [run for run, _ in read]
     validations = [read_validations(run.folder) for run in runs]
     over_time = samples.over_time(validations, limit)
     extremes = [samples.extremes(validation) for validation in validations]
-    groups = chart_groups(runs, frame.most_points)
+    groups = chart_groups(runs, MOST_POINTS)
     data = {"runs": list(names), "groups": groups, "samples": over_time, "videos": samples.videos}
     return filled(
         "report.html",
-        frame.policy,
-        frame.scripts,
+        (get_plotlyjs(), *map(own_file, SCRIPTS)),
         MARK,
-        renewed_every=frame.renewed_every,
         data=data,
         left_out=samples.left_out,
-        unreadable=frame.unreadable,
-        runs=[_about(run, name, found, frame) for run, name, found in zip(runs, names, extremes, strict=True)],
+        unreadable=unreadable,
+        runs=[_about(run, name, found, own) for (run, own), name, found in zip(read, names, extremes, strict=True)],
         differing=differing(runs) if len(runs) > 1 else {},
         last=last_metrics(runs),
     )
 
 
-def _about(run: RunRecord, name: str, extremes: list[dict[str, Any]], frame: Frame) -> dict[str, Any]:
+def _about(run: RunRecord, name: str, extremes: list[dict[str, Any]], settings: Settings) -> dict[str, Any]:
     return {
         "name": name,
         "folder": str(run.folder),
@@ -161,7 +152,7 @@ def _about(run: RunRecord, name: str, extremes: list[dict[str, Any]], frame: Fra
         "extremes": extremes,
         "parts": reward_parts(run),
         "phases": phase_times(run),
-        "settings": frame.settings(run),
+        "settings": settings,
         "starts": [_start(start) for start in run.starts],
         "checkpoints": run.checkpoints,
     }

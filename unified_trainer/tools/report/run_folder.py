@@ -18,9 +18,9 @@ from unified_trainer.run.validation.report import ValidationSample
 from unified_trainer.tools.report.metrics_reader import (
     VALIDATION,
     Curve,
-    MetricsReader,
     RunFolderUnreadableError,
     objects,
+    read_metrics,
 )
 
 Whole = Annotated[int, Field(ge=-(2**63), le=2**64)]
@@ -72,26 +72,24 @@ def find_runs(folder: Path) -> list[Path]:
     return folders
 
 
-def read_run(folder: Path, metrics: MetricsReader | None = None) -> RunRecord:
+def read_run(folder: Path) -> RunRecord:
     """Return what a run directory holds; every fault of its files, which others write, is a RunFolderUnreadableError.
 
-    The run may go on meanwhile: a last line that is not whole yet is left out. `metrics` is the reader of its
-    metrics.jsonl that earlier calls had, if there were any.
+    The run may go on meanwhile: a last line that is not whole yet is left out.
     """
     if not is_run(folder):
         raise RunFolderUnreadableError(f"{folder} is no run directory: it has no {CONFIG}, or nothing beside it")
-    metrics = metrics or MetricsReader(folder / METRICS)
     try:
         config = settings.flat(read_yaml(folder / CONFIG))
         checked(_Config, config, str(folder / CONFIG))
-        metrics.update()
+        metrics = read_metrics(folder / METRICS)
         checkpoints = tuple(manifest.step_of(path) for path in manifest.folders(folder / "checkpoints"))
         starts = tuple(_lines(folder / ENVIRONMENT, _Start))
     except UserError as error:
         raise RunFolderUnreadableError(str(error)) from error
     except OSError as error:
         raise RunFolderUnreadableError(f"{folder} cannot be read ({error.strerror})") from error
-    return RunRecord(folder, config, metrics.curves(), metrics.written, metrics.step, checkpoints, starts)
+    return RunRecord(folder, config, metrics.curves, metrics.written, metrics.step, checkpoints, starts)
 
 
 def name_below(run: Path, root: Path) -> str:

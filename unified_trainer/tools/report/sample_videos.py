@@ -1,12 +1,9 @@
 """The validation samples of a page as plain data: videos over training within a size, best and worst by each scorer."""
 
 import base64
-import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
-
-import av
+from typing import Any
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.run.validation.report import ValidationSample
@@ -14,24 +11,19 @@ from unified_trainer.run.validation.samples import EXTREMES
 from unified_trainer.tools.report.charts import finite
 from unified_trainer.tools.report.run_folder import ValidationRecord
 
-VideoFormat = Literal["mp4", "webm"]
-
 
 class SampleVideos:
-    """Collects what a page shows of the validation samples of its runs; each video is in it once.
+    """Collects what a page shows of the validation samples of its runs; each video is in it once."""
 
-    `source` returns the URL of a video file: one that holds it, or of a server.
-    """
-
-    def __init__(self, source: Callable[[Path], str]) -> None:
-        self.videos: list[str] = []  # URLs; cards name them by position
+    def __init__(self) -> None:
+        self.videos: list[str] = []  # data URIs; cards name them by position
         self.left_out = 0  # validations and samples whose videos did not fit
-        self._source, self._positions = source, dict[Any, int]()
+        self._positions = dict[Any, int]()
 
-    def over_time(self, runs: Sequence[Sequence[ValidationRecord]], limit: float) -> dict[str, Any]:
+    def over_time(self, runs: Sequence[Sequence[ValidationRecord]], limit: int) -> dict[str, Any]:
         """Return steps, and rows of one prompt, seed and sample with a card for every run and step.
 
-        `limit` is the size of all videos in bytes, or infinite. Samples without a video in a validation have no row.
+        `limit` is the size of all videos in bytes. Samples without a video in a validation have no row.
         """
         rows: dict[tuple[int, int, str], dict[str, Any]] = {}
         steps: set[int] = set()
@@ -71,7 +63,7 @@ class SampleVideos:
         """Return prompt, scores and video of a sample, and add its video to the page."""
         if sample.video is not None and sample.video not in self._positions:
             self._positions[sample.video] = len(self.videos)
-            self.videos.append(self._source(sample.video))
+            self.videos.append(data_uri(sample.video))
         alone = sample.reward is None or len(sample.scores) == 1  # the reward is then the only score itself
         scores = sample.scores if alone else {"reward": sample.reward} | sample.scores
         return {
@@ -84,32 +76,13 @@ class SampleVideos:
         }
 
 
-def data_uri(file: Path, form: VideoFormat) -> str:
-    """Return an image or a video, which is encoded again for webm, as a data URI; UserError if it cannot be read."""
+def data_uri(file: Path) -> str:
+    """Return a PNG or mp4 file as a data URI; UserError if it cannot be read."""
     try:
-        if file.suffix == ".png":
-            return f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
-        content = file.read_bytes() if form == "mp4" else _webm(file)
-    except (OSError, av.FFmpegError) as error:
-        raise UserError(
-            f"{file} cannot be read as a video ({error}): remove it, or its line in samples.jsonl"
-        ) from error
-    return f"data:video/{form};base64,{base64.b64encode(content).decode()}"
-
-
-def _webm(file: Path) -> bytes:
-    """Return a video as VP9 in WebM, which browsers without H.264 decode."""
-    written = io.BytesIO()
-    with av.open(str(file)) as source, av.open(written, "w", format="webm") as target:
-        read = source.streams.video[0]
-        stream = target.add_stream("libvpx-vp9", rate=read.average_rate)
-        stream.width, stream.height, stream.pix_fmt = read.width, read.height, "yuv420p"
-        stream.options = {"crf": "24", "b": "0", "cpu-used": "5"}
-        for frame in source.decode(read):
-            frame.pts = None
-            target.mux(stream.encode(frame))
-        target.mux(stream.encode())
-    return written.getvalue()
+        content = base64.b64encode(file.read_bytes()).decode()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error}): remove it, or its line in samples.jsonl") from error
+    return f"data:{'image/png' if file.suffix == '.png' else 'video/mp4'};base64,{content}"
 
 
 def within(validations: Sequence[ValidationRecord], limit: float) -> tuple[tuple[ValidationRecord, ...], int]:

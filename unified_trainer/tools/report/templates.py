@@ -3,7 +3,7 @@
 import functools
 import shlex
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from typing import Any
 
@@ -18,19 +18,15 @@ INLINE = (  # the content security policy of a page that is one file and asks fo
 )
 
 
-def filled(template: str, policy: str, scripts: Sequence[Markup], mark: str = "", **values: Any) -> str:
-    """Return a page: a template with these values, in which text of users is escaped.
+def filled(template: str, scripts: Iterable[str], mark: str = "", **values: Any) -> str:
+    """Return a page that is one file: a template with these values, in which text of users is escaped.
 
-    `policy` is its content security policy, `scripts` are elements in order, `mark` is an element of its head.
+    `scripts` are what it runs, in order; `mark` is an element of its head.
     """
-    frame = {"style": Markup(own_file(STYLE)), "policy": Markup(policy), "mark": Markup(mark), "scripts": scripts}
+    elements = [Markup(f"<script>{script}</script>") for script in scripts]
+    frame = {"style": Markup(own_file(STYLE)), "policy": Markup(INLINE), "mark": Markup(mark), "scripts": elements}
     written = time.strftime("%Y-%m-%d %H:%M:%S")
     return _templates().get_template(template).render(**frame, written=written, **values)
-
-
-def inside(scripts: Iterable[str]) -> tuple[Markup, ...]:
-    """Return scripts as elements that hold them."""
-    return tuple(Markup(f"<script>{script}</script>") for script in scripts)
 
 
 def own_file(name: str) -> str:

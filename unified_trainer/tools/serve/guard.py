@@ -4,8 +4,6 @@ A page of another site can make a browser ask this machine, under a name that wa
 form; the names of Host and Origin give it away. A client that shows the token is trusted under any name.
 """
 
-import base64
-import binascii
 import hmac
 import ipaddress
 import os
@@ -18,8 +16,6 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from unified_trainer.basics.errors import UserError
-
-ASKS = 'Basic realm="unified-trainer", charset="UTF-8"'  # a browser then asks for a password
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self.refusal(Headers(scope=scope))):
             code, said = refusal
-            more = {"WWW-Authenticate": ASKS} if code == 401 else {}
+            more = {"WWW-Authenticate": "Bearer"} if code == 401 else {}
             answer = PlainTextResponse(f"{said}\n", code, {"Cache-Control": "no-store", **more})
             return await answer(scope, receive, send)
         await self.app(scope, receive, send)
@@ -69,8 +65,9 @@ class Guard:
         if origin is not None and urlsplit(origin).netloc.lower() != hosts[0].lower():
             return 403, "this server does not answer to pages of other sites"
         if self.token:
-            right = hmac.compare_digest(_shown(headers.get("authorization", "")).encode(), self.token.encode())
-            return None if right else (401, "give the server's token: Authorization: Bearer TOKEN, or as a password")
+            scheme, _, shown = headers.get("authorization", "").partition(" ")
+            right = scheme.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), self.token.encode())
+            return None if right else (401, "give the server's token: Authorization: Bearer TOKEN")
         if name not in self.names and not _is_number(name):
             known = "ask for the address that the program printed, name the host with --host, or use --token-variable"
             return 421, f"this server does not answer to the name {name}: {known}"
@@ -92,16 +89,3 @@ def _is_number(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _shown(authorization: str) -> str:
-    """Return the token of a header Authorization: that of Bearer, or the password of Basic; "" for none."""
-    scheme, _, value = authorization.partition(" ")
-    if scheme.lower() == "bearer":
-        return value.strip()
-    if scheme.lower() != "basic":
-        return ""
-    try:
-        return base64.b64decode(value).decode().partition(":")[2]
-    except (binascii.Error, UnicodeDecodeError):
-        return ""

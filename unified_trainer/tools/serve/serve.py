@@ -49,16 +49,12 @@ def serve(
 ) -> None:
     """Serve videos of the student, generated with the sampler and the size of its run, until SIGTERM or Ctrl-C.
 
-    The pages of runs are served by watch.
-
     Args:
         batch: Most videos that are generated together; requests that wait are joined up to it.
     """
     folder, _, ema = Spec.of(run)
     if folder.is_dir() and not is_run(folder) and find_runs(folder):
-        raise UserError(
-            f"serve {run}: it holds runs, but serve generates videos of one: name it, or see all with watch {run}"
-        )
+        raise UserError(f"serve {run}: it holds runs, but serve generates videos of one: name it")
 
     def load() -> Service:
         loaded = load_role(run, "student", base, Mesh.alone(device), causal=True, families=families)

@@ -1,4 +1,4 @@
-"""The web server of serve, serve-reward and watch: one application behind the guard, until it is stopped."""
+"""The web server of serve and serve-reward: one application behind the guard, until it is stopped."""
 
 import asyncio
 import resource
@@ -6,18 +6,17 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any
 
 import h11
 import uvicorn
-from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.terminal import say
 from unified_trainer.tools.serve.guard import Door, Guard
+from unified_trainer.tools.serve.service import Service
 
 HEADER_SECONDS = 10.0  # that a client may take for a whole header
 FILES, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # that this process may open; each connection is one
@@ -60,46 +59,35 @@ class Connection(H11Protocol):
             self.transport.abort()
 
 
-class Site(Protocol):
-    """An application and its end."""
-
-    @property
-    def given_up(self) -> "Future[Exception]": ...  # why, once it can give no further answer
-
-    def app(self) -> ASGIApp: ...  # the web application
-
-    def close(self) -> None: ...  # when the last request was answered
-
-
-def serve_until_stopped(door: Door, load: Callable[[], Site], said: Callable[[str], str]) -> None:
-    """Open the port, load the site, print what `said` makes of the address, and answer until SIGTERM or Ctrl-C.
+def serve_until_stopped(door: Door, load: Callable[[], Service[Any, Any]], said: Callable[[str], str]) -> None:
+    """Open the port, load the service, print what `said` makes of the address, and answer until SIGTERM or Ctrl-C.
 
     Raise UserError, before anything is loaded, if the port cannot be opened or the environment has no token, and when
-    the site gives up.
+    the service gives up.
     """
     door.token()
     with open_port(door.host, door.port) as listener:
         stop = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
-        site = load()
-        site.given_up.add_done_callback(lambda _: stop.set())
-        with serving(site, listener, door) as address:
+        service = load()
+        service.given_up.add_done_callback(lambda _: stop.set())
+        with serving(service, listener, door) as address:
             say(said(address))
             stop.wait()
-    if site.given_up.done():
-        raise UserError(str(site.given_up.result()))
+    if service.given_up.done():
+        raise UserError(str(service.given_up.result()))
     say("stopped")
 
 
 @contextmanager
-def serving(site: Site, listener: socket.socket, door: Door | None = None) -> Iterator[str]:
+def serving(service: Service[Any, Any], listener: socket.socket, door: Door | None = None) -> Iterator[str]:
     """Answer requests at a listening socket while the context lasts, and give the address of the server.
 
     On leaving, requests that were received are answered first.
     """
     door = door or Door(*listener.getsockname()[:2])
-    app = Guard(site.app(), door.names(), door.token())
+    app = Guard(service.app(), door.names(), door.token())
     quiet = {"log_level": "warning", "access_log": False, "server_header": False}
     how = {"http": Connection, "ws": "none", "lifespan": "off", "backlog": max(MOST_OPEN // 2, 1)}  # accepted at a time
     web = uvicorn.Server(uvicorn.Config(app, **how, **quiet))
@@ -111,7 +99,7 @@ def serving(site: Site, listener: socket.socket, door: Door | None = None) -> It
     finally:
         web.should_exit = True
         thread.join()
-        site.close()
+        service.close()
 
 
 def open_port(host: str, port: int) -> socket.socket:

@@ -1,6 +1,6 @@
 // The curves: charts are drawn when they come into view, and share smoothing, scale, cursor and zoom.
 "use strict";
-const DATA = JSON.parse(document.getElementById("data").textContent); // a live page renews its parts
+const DATA = JSON.parse(document.getElementById("data").textContent);
 const COLORS = ["#2463b0", "#e08e2b", "#2a9d74", "#a3559d", "#c0573f", "#58a7c9", "#7d8b99", "#c9b94a"];
 const color = (i) => COLORS[i % COLORS.length];
 const element = (tag, parent, text, kind) => {
@@ -157,54 +157,33 @@ function title(one) {
   head.title = bands.length ? `${one.chart.title}: healthy is ${bands.join("; ")}` : one.chart.title;
 }
 
-function after(made, before, parent) {
-  if (before) before.after(made); else parent.prepend(made);
-  return made;
-}
-
 // Whether all values of a chart are equal, and none left its healthy range.
 function isConstant(chart) {
   const values = chart.traces.flatMap((trace) => trace.values);
   return values.length > 1 && values[0] !== null && values.every((value) => value === values[0]) && chart.traces.every((trace) => !trace.departed.length);
 }
 
-// Shows the charts of the groups: those that are there get new values, others a place of their own.
+// Makes a card for each chart; the constant ones are folded at the end of their group.
 function place(groups) {
-  let group_before = null;
   for (const group of groups) {
-    let details = document.getElementById(group.id);
-    if (!details) {
-      details = after(element("details"), group_before, document.getElementById("chart-groups"));
-      Object.assign(details, { id: group.id, open: true });
-      element("summary", details, group.title);
-      element("div", details, undefined, "charts");
-      const folded = element("details", details, undefined, "folded");
-      element("summary", folded);
-      element("div", folded, undefined, "charts");
-    }
-    group_before = details;
-    const before = { true: null, false: null }; // the last card of the constant charts, and of the others
-    for (const chart of group.charts) chart.constant = isConstant(chart);
+    const details = element("details", document.getElementById("chart-groups"));
+    Object.assign(details, { id: group.id, open: true });
+    element("summary", details, group.title);
+    const varying = element("div", details, undefined, "charts");
+    const folded = element("details", details, undefined, "folded"), line = element("summary", folded);
+    const constant = element("div", folded, undefined, "charts");
     for (const chart of group.charts) {
-      const parent = details.querySelector(chart.constant ? ".folded .charts" : ".charts");
-      let one = charts.find((other) => other.chart.title === chart.title);
-      if (one) {
-        one.chart = chart;
-        if (one.card.parentNode !== parent) after(one.card, before[chart.constant], parent);
-      } else {
-        const card = after(element("div", null, undefined, "chart"), before[chart.constant], parent);
-        const head = element("h3", card), plot = element("div", card, undefined, "plot");
-        card.dataset.chart = charts.length;
-        one = { chart, card, head, details, plot, drawn: false, seen: false, stale: false };
-        charts.push(one);
-        watch.observe(card);
-      }
-      before[chart.constant] = one.card;
+      chart.constant = isConstant(chart);
+      const card = element("div", chart.constant ? constant : varying, undefined, "chart");
+      const head = element("h3", card), plot = element("div", card, undefined, "plot");
+      card.dataset.chart = charts.length;
+      const one = { chart, card, head, details, plot, drawn: false, seen: false, stale: false };
+      charts.push(one);
+      watch.observe(card);
       title(one);
     }
-    const constant = group.charts.filter((chart) => chart.constant), folded = details.querySelector(".folded");
-    const words = constant.map((chart) => `${chart.title} ${chart.traces[0].values[0]}`).join(", ");
-    folded.firstChild.textContent = `${constant.length} constant: ${words}`;
+    const alike = group.charts.filter((chart) => chart.constant);
+    line.textContent = `${alike.length} constant: ${alike.map((chart) => `${chart.title} ${chart.traces[0].values[0]}`).join(", ")}`;
   }
   filterCharts();
 }

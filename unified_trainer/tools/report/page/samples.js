@@ -2,20 +2,12 @@
 "use strict";
 const ROWS_AT_ONCE = 6; // a browser limits the number of videos of a page
 const SECONDS_PER_STEP = 1.5; // while the slider plays
-let SAMPLES = DATA.samples;
+const SAMPLES = DATA.samples;
 const shown = { first: 0, at: SAMPLES.steps.length - 1 };
 
-// Each element has a URL of its own: Chromium stalls a WebM that two elements load from one URL at the same time.
-async function start(video) {
-  video.dataset.wanted = "";
-  const bytes = video.source.startsWith("data:") ? unpacked(video.source) : await fetched(video.source);
-  if (!bytes) video.replaceWith(element("div", null, "The video is not there any more.", "empty"));
-  else if (video.dataset.wanted !== undefined) video.src = URL.createObjectURL(bytes);
-}
-
-async function fetched(source) {
-  const answer = await fetch(source).catch(() => null);
-  return answer && answer.ok ? answer.blob() : null;
+// Each element has a URL of its own, which is unpacked only while it is in view.
+function start(video) {
+  video.src = URL.createObjectURL(unpacked(video.source));
 }
 
 function unpacked(source) {
@@ -25,7 +17,6 @@ function unpacked(source) {
 }
 
 function stop(video) {
-  delete video.dataset.wanted;
   if (!video.src) return;
   URL.revokeObjectURL(video.src);
   video.removeAttribute("src");
@@ -36,7 +27,7 @@ function stop(video) {
 const playing = new IntersectionObserver((entries) => {
   for (const { target, isIntersecting } of entries) {
     if (!isIntersecting) stop(target);
-    else if (target.dataset.wanted === undefined) start(target);
+    else if (!target.src) start(target);
   }
 }, { rootMargin: "150px" });
 
@@ -46,7 +37,7 @@ function forget(box) {
 }
 
 function video(figure, position) {
-  const source = DATA.videos[position], still = /^data:image|\.png(&|$)/.test(source); // a video of one frame is an image
+  const source = DATA.videos[position], still = source.startsWith("data:image"); // a video of one frame is an image
   const made = element(still ? "img" : "video", figure);
   made.dataset.video = position;
   made.source = source;
@@ -57,7 +48,7 @@ function video(figure, position) {
     made.addEventListener("click", () => { if (made.paused) made.play(); else made.pause(); });
   }
   made.addEventListener("error", () => {
-    const why = "This browser cannot decode the video; write the report with --video webm.";
+    const why = "This browser cannot decode the video, which is H.264.";
     if (made.src) made.replaceWith(element("div", null, why, "empty"));
   });
   playing.observe(made);
@@ -154,20 +145,15 @@ playButton.addEventListener("click", () => {
 if (SAMPLES.rows.length) showRows();
 
 // The best and the worst samples, from the cards that the page was written with.
-const ranked = document.getElementById("extremes");
-let rankedText = ranked.innerHTML;
-function fillRanked() {
-  for (const box of ranked.querySelectorAll(".extremes")) {
-    const found = JSON.parse(box.dataset.cards);
-    for (const kind of ["best", "worst"]) {
-      const part = element("div", box);
-      element("h3", part, kind);
-      const columns = element("div", part, undefined, "columns");
-      for (const card of found[kind]) {
-        const text = figure(columns, `sample ${card.sample}, seed ${card.seed}`, card);
-        element("span", text, card.prompt, "prompt").dir = "auto";
-      }
+for (const box of document.querySelectorAll("#extremes .extremes")) {
+  const found = JSON.parse(box.dataset.cards);
+  for (const kind of ["best", "worst"]) {
+    const part = element("div", box);
+    element("h3", part, kind);
+    const columns = element("div", part, undefined, "columns");
+    for (const card of found[kind]) {
+      const text = figure(columns, `sample ${card.sample}, seed ${card.seed}`, card);
+      element("span", text, card.prompt, "prompt").dir = "auto";
     }
   }
 }
-fillRanked();
