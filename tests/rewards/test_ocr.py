@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,15 +29,19 @@ def drawn(text: str) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_drawn_words_are_read():
-    """One video, two prompts; the best of two frames counts, and the other one is empty."""
-    config = RewardConfig(kind="ocr", frames="all", top_fraction=0.5)
+    """One video, two prompts; the best of two frames counts, and the other one is empty. A pool reads the same."""
+    config = RewardConfig(kind="ocr", frames="all", top_fraction=0.5, processes=0)
     check_reward(config, 2)
     scorer = load_scorers(config, CPU)[0]["ocr"]
+    pooled = load_scorers(replace(config, processes=1), CPU)[0]["ocr"]
     video = torch.stack([drawn("Hello World"), drawn("")], 1)[None]
     scores = scorer(
         video.expand(2, -1, -1, -1, -1), ('a sign that says "hello world"', 'a sign that says "Hello Word"')
     )
     assert scores.tolist() == pytest.approx([1.0, 8 / 9])
+    prompts = ('"hello world"', '"Hello Word"')
+    assert torch.equal(pooled(video.expand(2, -1, -1, -1, -1), prompts), scores)
+    pooled.scorer.close()
     with pytest.raises(UserError, match="OCR: the prompt has no words in double quotes to look for: 'a sign'"):
         scorer(video, ("a sign",))
 

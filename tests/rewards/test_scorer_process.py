@@ -369,7 +369,7 @@ def test_a_package_that_its_python_lacks_is_named(file):
 def test_a_file_may_have_the_name_of_a_package_that_it_imports(file):
     file = file.rename(file.with_name("psutil.py"))
     file.write_text(
-        "import psutil\n\n\ndef score(videos, prompts):\n    return [len(psutil.pids()) > 0] * len(videos)\n"
+        "import psutil\n\n\ndef score(videos, prompts):\n    return [float(len(psutil.pids()) > 0)] * len(videos)\n"
     )
     assert started(file, "score")(VIDEO, PROMPTS).tolist() == [1.0, 1.0, 1.0]
 

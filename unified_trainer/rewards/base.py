@@ -67,6 +67,9 @@ class ScorerConfig:
     python_variables: Annotated[tuple[str, ...], SENDS] = ()
     """Environment variables that the scorer's own Python gets besides the usual ones of docs/rewards.md, such as
     HF_TOKEN."""
+    processes: Annotated[CountOrZero | None, MAY_CHANGE] = None
+    """Processes in which ocr, or a function or class of path/to/file.py:NAME, scores videos one by one while further
+    samples are made. By default 0; for ocr one for each core of a rank but one, at most 8."""
     settings: dict[str, str] = field(default_factory=dict)
     """Settings of the kind's own, settings.KEY; docs/rewards.md lists those of each kind."""
 
@@ -235,6 +238,8 @@ class ScorerKind:
     of_groups: bool = False  # whether it compares the samples of a prompt: a call of training then has whole groups
     of_latents: bool = False  # whether it reads clean latents in place of videos; `frames` then counts latent frames
     prompt_rules: Callable[[ScorerConfig], PromptRules] | None = None  # reads the tokenizer, and no weights
+    program: str = ""  # path/to/file.py:NAME of what scores in another process, if it can
+    cpu_seconds: float = 0.0  # of a frame on one core, for a kind that scores each for itself and so in processes
     declared: type | None = None  # the dataclass of `config.settings`
 
 

@@ -7,10 +7,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.types import Latents, Video
+from unified_trainer.basics.types import Latents, PerSample, Video
 from unified_trainer.models.base import Codec
 from unified_trainer.rewards.base import LatentScorer, RewardConfig, Scorer
-from unified_trainer.rewards.reward import Reward, Scores, of_finite
+from unified_trainer.rewards.reward import Reward
 
 
 class LatentReward(Reward):
@@ -41,14 +41,8 @@ class LatentReward(Reward):
         columns = [self._part(name, x0 if name in self._of_latents else video, prompts) for name in names]
         return torch.stack(columns, 1) if columns else x0.new_zeros(len(x0), 0)
 
-    @torch.no_grad()
-    def score(self, x0: Latents, prompts: tuple[str, ...], step: int = 0) -> Scores:
-        """Score clean latents as `Reward.score` does, without a video if no scorer with a weight reads one."""
-        if self._decodes:
-            return super().score(x0, prompts, step)
-        with of_finite(x0, f"training step {step + 1}"):
-            parts = self.parts_of(x0, self._decode(x0), prompts, self.weights)
-        return Scores(parts, {}, x0.new_zeros(len(x0), 0))
+    def _seen(self, video: Video, step: int) -> tuple[dict[str, PerSample], Float[Tensor, "b d"]]:
+        return super()._seen(video, step) if self._decodes else ({}, video.new_zeros(len(video), 0))
 
     def _decode(self, x0: Latents) -> Video:
         if self._decodes:

@@ -6,6 +6,8 @@ It is the measure of Flow-GRPO (arXiv:2505.05470).
 import importlib.util
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -59,11 +61,13 @@ def _plain(text: str) -> str:
     return "".join(text.lower().split())
 
 
+@cache
 def _reader() -> Callable[[np.ndarray], str]:
     """Return a function that reads the text in an image of 8 bits, [height, width, BGR]; lines follow each other."""
     from rapidocr import RapidOCR  # an optional extra
 
-    engine = RapidOCR(params={"Global.log_level": "critical"})
+    threads = {f"EngineConfig.onnxruntime.{of}_op_num_threads": torch.get_num_threads() for of in ("intra", "inter")}
+    engine = RapidOCR(params={"Global.log_level": "critical", **threads})
 
     def read(image: np.ndarray) -> str:
         return " ".join(engine(image, use_cls=False).txts or ())
@@ -71,15 +75,16 @@ def _reader() -> Callable[[np.ndarray], str]:
     return read
 
 
+def score(images: Float[Tensor, "b 3 *frame h w"], prompts: Sequence[str]) -> PerSample:
+    """Return the scores of images, or of videos of one frame, on the CPU."""
+    wanted, read = [wanted_text(prompt) for prompt in prompts], _reader()
+    frames = images.detach().reshape(len(images), 3, *images.shape[-2:])
+    pixels = (255 * frames.clamp(0, 1)).round().to("cpu", torch.uint8).flip(1).movedim(1, -1).contiguous()
+    return torch.tensor([similarity(read(x.numpy()), text) for x, text in zip(pixels, wanted, strict=True)])
+
+
 def _load(config: ScorerConfig, device: torch.device) -> Scorer:
-    read = _reader()
-
-    def score(images: Float[Tensor, "b 3 h w"], prompts: Sequence[str]) -> PerSample:
-        wanted = [wanted_text(prompt) for prompt in prompts]
-        pixels = (255 * images.detach().clamp(0, 1)).round().to("cpu", torch.uint8).flip(1).movedim(1, -1).contiguous()
-        found = [similarity(read(image.numpy()), text) for image, text in zip(pixels, wanted, strict=True)]
-        return torch.tensor(found, device=images.device)
-
+    _reader()
     return of_images(score, config.batch, config.top_fraction)
 
 
@@ -97,4 +102,6 @@ def _fault(prompt: str) -> str:
     return ""
 
 
-KIND = ScorerKind("ocr", _load, _check, per_frame=True, prompt_rules=lambda config: PromptRules(fault=_fault))
+KIND = ScorerKind("ocr", _load, _check, per_frame=True, prompt_rules=lambda _: PromptRules(fault=_fault))
+# 0.4 to 0.45 s were measured at 480 x 832 pixels with rapidocr 3.10.
+KIND = replace(KIND, program=f"{__file__}:score", cpu_seconds=0.5)

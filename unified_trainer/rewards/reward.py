@@ -21,6 +21,7 @@ from unified_trainer.parallel.meter import phase
 from unified_trainer.rewards.base import RETRIES, SERVED, ApartScorer, RewardConfig, Scorer, ScorerConfig, of_images
 from unified_trainer.rewards.offloaded import OffloadedScorer
 from unified_trainer.rewards.pixels import diversity, statistics, thumbnail
+from unified_trainer.rewards.scorer_pool import ScorerPool
 
 __all__ = ["Reward", "RewardConfig", "RewardSum", "Scorer", "ScorerConfig", "Scores", "VideoReward", "of_images"]
 
@@ -233,8 +234,8 @@ class Reward(VideoReward):
         self._codec = codec
         # whether scorers have networks in CPU memory, and whether some are asked in another process
         self.offloaded = any(isinstance(self.scorers[name], OffloadedScorer) for name in self.weights)
-        self._apart = [name for name in self.weights if isinstance(self.scorers[name], ApartScorer)]
-        self._thread = ThreadPoolExecutor(1, "apart") if self._apart else None  # one call at a time, in their order
+        self.apart = [name for name in self.weights if isinstance(self.scorers[name], ApartScorer)]
+        self._thread = ThreadPoolExecutor(1, "apart") if self.apart else None  # one call at a time, in their order
 
     def _part(self, name: str, video: Video | Latents, prompts: tuple[str, ...]) -> PerSample:
         try:
@@ -247,9 +248,13 @@ class Reward(VideoReward):
             scores = [math.nan if score is None else score for score in error.scores]
             return self._configs[name].scale * torch.tensor(scores, dtype=torch.float32, device=video.device)
 
-    @property
-    def apart(self) -> bool:
-        return bool(self._apart)
+    def close(self) -> None:
+        """End the pools of processes, also in the middle of a call."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+        for scorer in self.scorers.values():
+            if isinstance(scorer, ApartScorer) and isinstance(scorer.scorer, ScorerPool):
+                scorer.scorer.close()
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
@@ -271,10 +276,7 @@ class Reward(VideoReward):
         Pixel statistics are computed in every `statistics_every`-th training `step`, and in step 0. Raise
         NotFiniteError that names the student for latents that are not finite, if a scorer fails on them.
         """
-        video = self._decode(x0)
-        with of_finite(x0, f"training step {step + 1}"):
-            parts = self.parts_of(x0, video, prompts, self.weights)
-        return Scores(parts, self._statistics(video, step), thumbnail(video))
+        return self.begin(x0, prompts, step)()
 
     @torch.no_grad()
     def begin(self, x0: Latents, prompts: tuple[str, ...], step: int = 0) -> Callable[[], Scores]:
@@ -283,26 +285,25 @@ class Reward(VideoReward):
         Scorers that run in another process are asked in a thread, in the order of the calls. An exception of theirs is
         raised by the returned function. Without such scorers everything is done at once.
         """
-        if self._thread is None:
-            scores = self.score(x0, prompts, step)
-            return lambda: scores
         video, when = self._decode(x0), f"training step {step + 1}"
-        here = [name for name in self.weights if name not in self._apart]
-        answer = self._thread.submit(self.parts, video.cpu(), prompts, self._apart)
+        here = [name for name in self.weights if name not in self.apart]
+        answer = self._thread.submit(self.parts, video.cpu(), prompts, self.apart) if self._thread else None
         with of_finite(x0, when):
             parts = self.parts_of(x0, video, prompts, here)
-            seen, small = self._statistics(video, step), thumbnail(video)
+            seen = self._seen(video, step)
 
         def finish() -> Scores:
+            if answer is None:
+                return Scores(parts, *seen)
             with phase("score"), of_finite(x0, when):
                 others = answer.result().to(parts.device)
-            order = [[*here, *self._apart].index(name) for name in self.weights]
-            return Scores(torch.cat([parts, others], 1)[:, order], seen, small)
+            order = [[*here, *self.apart].index(name) for name in self.weights]
+            return Scores(torch.cat([parts, others], 1)[:, order], *seen)
 
         return finish
 
-    def _statistics(self, video: Video, step: int) -> dict[str, PerSample]:
-        return statistics(video) if step % self.config.statistics_every == 0 else {}
+    def _seen(self, video: Video, step: int) -> tuple[dict[str, PerSample], Float[Tensor, "b d"]]:
+        return statistics(video) if step % self.config.statistics_every == 0 else {}, thumbnail(video)
 
     def score_with_gradient(self, x0: Latents, prompts: tuple[str, ...], when: str = "training") -> PerSample:
         """Return the reward with its gradient to x0, through the decoder and the scorers.

@@ -8,8 +8,8 @@ A message is a JSON object with its length and that of the data behind it. The f
 the settings, and the sources that the user agreed to, which are executed whatever the files hold by then; the answer is
 {"images": whether it asks for condition images} once it is loaded. Each further one holds the prompts and the shape of
 float32 videos, which are its data, with as many condition images behind them if "images" is true; the answer is
-{"scores": [one number for each video]}. Two other answers are the last ones: {"refused": reason} for a wrong setting,
-and {"error": traceback, "fault": whether another call may succeed}.
+{"scores": [one number for each video]}; null is none, for the reason "unscored". Two other answers are the last ones:
+{"refused": reason} for a wrong setting, and {"error": traceback, "fault": whether another call may succeed}.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ def score(scorer: Callable[..., Any], prompts: list[str], videos: Any, images: d
     import torch
 
     with torch.no_grad():
-        scores = torch.as_tensor(scorer(videos, prompts, **images), dtype=torch.float64)
+        scores = torch.as_tensor(scorer(videos, prompts, **images))
+    if scores.is_complex() or scores.dtype == torch.bool:
+        raise WrongSettingError(f"kind: it gave scores of type {scores.dtype}, expected real numbers")
     if scores.shape != (len(videos),):
         raise WrongSettingError(
             f"kind: it gave scores of shape {list(scores.shape)} for {len(videos)} videos, expected one number for each"
@@ -150,7 +152,12 @@ def serve(connection: socket.socket) -> None:
         count, channels, frames, height, width = request["shape"]
         videos = numbers[: count * channels * frames * height * width].view(request["shape"])
         rest = numbers[videos.numel() :].view(count, channels, height, width) if request["images"] else None
-        send(connection, {"scores": score(scorer, request["prompts"], videos, {"images": rest} if asks else {})})
+        try:
+            images = {"images": rest} if asks else {}
+            answer: dict[str, Any] = {"scores": score(scorer, request["prompts"], videos, images)}
+        except vars(sys.modules.get("unified_trainer.basics.errors", sys)).get("UnscoredError", ()) as error:
+            answer = {"scores": error.scores, "unscored": str(error)}
+        send(connection, answer)
 
 
 def end_with(connection: socket.socket) -> None:

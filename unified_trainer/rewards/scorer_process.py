@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,8 +19,8 @@ from typing import Any
 
 import torch
 
-from unified_trainer.basics.errors import MissingFileError, UserError
-from unified_trainer.basics.plugins import agreed_bytes, agreed_code
+from unified_trainer.basics.errors import MissingFileError, UnscoredError, UserError
+from unified_trainer.basics.plugins import Code, agreed_bytes, agreed_code
 from unified_trainer.basics.requests import first_images
 from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.rewards import scorer_child
@@ -33,6 +34,8 @@ INHERITED = re.compile(
     r"(?i:https?_proxy|no_proxy|all_proxy)|HF_(HOME|ENDPOINT|HUB_\w+|DATASETS_CACHE)|TRANSFORMERS_\w+|TORCH_(HOME|LOGS)|"
     r"(OMP|MKL|OPENBLAS|NUMEXPR)_\w+|(CUDA|NVIDIA|NCCL|HIP|ROCR|ASCEND|PYTORCH|TRITON|TORCHINDUCTOR)_\w+"
 )
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
+ON_A_CORE = dict.fromkeys(THREADS, "1") | {"CUDA_VISIBLE_DEVICES": ""}  # what processes of this Python get besides
 
 
 class ScorerError(Exception):
@@ -40,7 +43,7 @@ class ScorerError(Exception):
 
 
 class ScorerProcess:
-    """A scorer of videos whose file runs in another Python.
+    """A scorer of videos whose file runs in a process of another Python, or of this one on one core.
 
     Each call sends the frames as float32 and gets one number for each video, without gradient. The process answers one
     call at a time, and ends with this object, with this process, and after a call that failed; the next call starts it
@@ -53,27 +56,31 @@ class ScorerProcess:
         Raise UserError if a setting does not fit the file, else what a call raises.
         """
         file, _, name = config.kind.rpartition(":")
-        code, program = agreed_code(config.kind, f"{key}.kind"), str(shutil.which(config.python))
-        agreed_bytes(program, f"{key}.python", config.python)
+        own = Path(file).parent != Path(__file__).parent
+        code = agreed_code(config.kind, f"{key}.kind") if own else Code.read(config.kind)
+        if config.python:
+            agreed_bytes(str(shutil.which(config.python)), f"{key}.python", config.python)
         sources = {place: content.decode("latin-1") for place, content in code.files.items()}  # each byte a character
         self._load = {"file": file, "name": name, "settings": for_class(config, device), "sources": sources}
-        self._python, self._key, self._timeout = config.python, key, timeout
-        self._variables = config.python_variables
+        self._python, self._key, self._timeout = config.python or sys.executable, key, timeout
+        self._variables = config.python_variables if config.python else None
         self._start()
 
     def __call__(self, video: Video, prompts: Sequence[str]) -> PerSample:
         """Score videos, after a failure in a new process.
 
         Raise TimeoutError if there is no answer in time, ChildProcessError if the process died or the scorer raised an
-        OSError or RuntimeError, and ScorerError for every other exception of the scorer.
+        OSError or RuntimeError, UnscoredError if it did, and ScorerError for every other exception of the scorer.
         """
-        if not self._end.alive:
+        if not self.end.alive:
             self._start()
         frames = video.detach().to("cpu", torch.float32).contiguous()
         images = first_images(prompts, *frames.shape[-2:]) if self._asks_for_images else None
         request = {"prompts": list(prompts), "shape": list(frames.shape), "images": images is not None}
         numbers = frames if images is None else torch.cat([frames.flatten(), images.flatten()])
         answer = self._ask(request, memoryview(numbers.numpy()).cast("B"))
+        if "unscored" in answer:
+            raise UnscoredError(answer["unscored"], answer["scores"])
         return torch.tensor(answer["scores"], dtype=torch.float32, device=video.device)
 
     def _start(self) -> None:
@@ -89,17 +96,19 @@ class ScorerProcess:
                 start_new_session=True,  # Ctrl-C is for this process, which may want to finish its step
             )
         self._connection = ours
-        self._end = weakref.finalize(self, _end, self._process, ours)
+        self.end = weakref.finalize(self, _end, self._process, ours)
         self._asks_for_images = self._ask(self._load)["images"]
 
     def _environment(self) -> dict[str, str]:
-        given = os.environ.items()
-        return {name: value for name, value in given if INHERITED.fullmatch(name) or name in self._variables}
+        given, named = os.environ, self._variables
+        if named is None:
+            return given | ON_A_CORE | {"PYTHONPATH": os.pathsep.join(place or os.getcwd() for place in sys.path)}
+        return {name: value for name, value in given.items() if INHERITED.fullmatch(name) or name in named}
 
     def _ask(self, message: dict[str, Any], data: memoryview = scorer_child.NO_DATA) -> dict[str, Any]:
         """Return the answer to a message; without one the process is ended, because a late one must not be the next."""
         with ExitStack() as failed:
-            failed.callback(self._end)
+            failed.callback(self.end)
             answer = self._exchange(message, data)
             if "refused" in answer:
                 raise UserError(f"{self._key}.{answer['refused']}")
@@ -128,25 +137,28 @@ class ScorerProcess:
 def check_own_python(config: ScorerConfig, key: str, frames: int) -> None:
     """Check a scorer with a Python of its own: raise UserError unless it is a file's and the executable exists."""
     file, _, name = config.kind.rpartition(":")
+    setting = f"{key}.{'python' if config.python else 'processes'}"
     if not (file.endswith(".py") and name.isidentifier()):
         raise UserError(
-            f"{key}.python runs scorers of files: {key}.kind must be path/to/file.py:NAME, not {config.kind!r}; leave "
-            f"{key}.python out for a scorer of this package"
+            f"{setting} is for scorers of files: {key}.kind must be path/to/file.py:NAME, not {config.kind!r}; leave "
+            f"{setting} out for a scorer of this package"
         )
     if not Path(file).is_file():
         raise MissingFileError(f"{key}.kind {file}: no such file")
     if absent := [name for name in config.python_variables if name not in os.environ]:
         raise UserError(f"{key}.python_variables: the environment has no {', '.join(absent)}")
-    if shutil.which(config.python) is None:
+    if not config.python and config.device not in ("", "cpu"):
+        raise UserError(f"{key}.device {config.device}: {key}.processes run on CPU cores; leave one of them out")
+    if config.python and shutil.which(config.python) is None:
         raise UserError(f"{key}.python {config.python!r} is no executable file; expected one such as venv/bin/python")
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
     """End a process with those that it started."""
-    connection.close()
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    connection.close()  # a call in another thread has seen that the process is gone
 
 
 def _fate(process: subprocess.Popen[bytes]) -> str:

@@ -33,6 +33,7 @@ from unified_trainer.rewards.base import (
 from unified_trainer.rewards.offloaded import OffloadedScorer
 from unified_trainer.rewards.own_settings import ScorerSettings, for_class, kind_of
 from unified_trainer.rewards.scorer_child import asks_for_images
+from unified_trainer.rewards.scorer_pool import in_pool
 from unified_trainer.rewards.scorer_process import ScorerProcess, check_own_python
 from unified_trainer.rewards.time_limit import limited
 
@@ -57,15 +58,16 @@ def scorer_kind(config: ScorerConfig, key: str, timeout: float) -> ScorerKind:
 
     A kind of an installed package, or of the form package.module:NAME or path/to/file.py:NAME, is a ScorerKind, a class
     derived from ScorerSettings, another class, which is called with its settings and whose object scores, or a function
-    of videos and prompts without weights and settings. With a Python of its own, the file is not executed in this
-    process, and the scorer has `timeout` seconds for each answer. Raise UserError, naming the key, if there is no such
-    kind.
+    of videos and prompts without weights and settings. With a Python or processes of its own, the file is not executed
+    in this process, and the scorer has `timeout` seconds for each answer. Raise UserError, naming the key, if there is
+    no such kind.
     """
-    if config.python:
-        load = partial(ScorerProcess, key=key, timeout=timeout)
-        return ScorerKind(config.kind, load, check_own_python, own_settings=True, own_timeout=True, apart=True)
-    if config.kind in KINDS:
-        return KINDS[config.kind]
+    known, load = KINDS.get(config.kind), partial(ScorerProcess, key=key, timeout=timeout)
+    if config.python or (config.processes and not (known and known.program)):
+        known = ScorerKind(config.kind, load, check_own_python, own_settings=True, own_timeout=True, apart=True)
+        known = replace(known, program=config.kind)
+    if known:
+        return in_pool(known, config, key, timeout)
     offered = installed("scorers")
     if ":" not in config.kind and config.kind not in offered:
         have = ", ".join([*KINDS, *offered])
@@ -76,7 +78,9 @@ def scorer_kind(config: ScorerConfig, key: str, timeout: float) -> ScorerKind:
     if isinstance(found, type) and issubclass(found, ScorerSettings):
         return kind_of(config.kind, found)
     if isinstance(found, type) and any("__call__" in vars(base) for base in found.__mro__):
-        return ScorerKind(config.kind, partial(_of_class, found), _any, own_settings=True)
+        return ScorerKind(
+            config.kind, lambda own, device: _plain(found(for_class(own, device))), lambda *_: None, own_settings=True
+        )
     if not callable(found) or isinstance(found, type):
         raise UserError(
             f"{key}.kind {config.kind} is a {type(found).__name__}; expected a function of videos and prompts, a class "
@@ -223,15 +227,6 @@ def _plain(scorer: Callable[..., Any]) -> Scorer:
             return given  # what is no numbers is refused with the scorer's name
 
     return scored
-
-
-def _of_class(scorer: Callable[[dict[str, Any]], Any], config: ScorerConfig, device: torch.device) -> Scorer:
-    """Return the scorer that a user's class makes of its settings."""
-    return _plain(scorer(for_class(config, device)))
-
-
-def _any(config: ScorerConfig, key: str, frames: int) -> None:
-    """Check nothing: the class itself knows what its settings may be."""
 
 
 def _check_device(device: str, key: str) -> None:

@@ -120,8 +120,10 @@ class Built:
         self.notes = (f"ranks: {mesh}", precision, *encoded, *filter(None, (self.learned, *plan.notes)))
 
     def close(self) -> None:
-        """End the reading of clips, and the workers of the run, if it has some."""
+        """End the reading of clips, and the scorers' processes and the workers of the run, if it has some."""
         self._loader.close()
+        if isinstance(self.reward, Reward):
+            self.reward.close()
         if self._workers is not None:
             self._workers.stop()
 

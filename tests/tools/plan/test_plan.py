@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from unified_trainer.run.plan.plan import check
 from unified_trainer.run.registry import METHODS
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.tools.plan import memory
+from unified_trainer.tools.plan.cost import CORES
 from unified_trainer.tools.plan.estimate import estimate
 from unified_trainer.tools.plan.hardware import read_hardware
 from unified_trainer.tools.plan.passes import PassBytes
@@ -320,3 +322,19 @@ def test_a_price_and_copies_on_nodes(capsys):
     said = capsys.readouterr().out
     assert "on 20 cards, of which workers have 4" in said and "at 2.5 for a card and hour" in said
     assert "with a copy on every node" in said and "--parallel.replicate 0 --parallel.shard 8" in said
+
+
+@pytest.mark.slow
+def test_ocr_on_cpu_cores_is_waited_for_where_sampling_does_not_hide_it():
+    """A rank has 4 samples of 5 frames in two parts, of which it scores the first while it makes the second."""
+    ocr = ["--reward.kind", "ocr", "--reward.path", "", "--reward.frames", "all", "--reward.processes"]
+    planned, alone = (estimate(parse([*POLICY, *ocr, processes]), 2) for processes in "20")
+    card, whole = read_hardware("2xH200"), 4 * 5 * 0.5 / 2
+    assert planned.work.on_cores == pytest.approx(whole) and planned.parts == 2
+    slow = replace(card, mfu=1e-12)
+    assert planned.seconds(slow)[CORES] == pytest.approx(whole / 2)
+    rest = sum(planned.seconds(card).values()) - planned.seconds(card)[CORES]
+    assert whole / 2 < whole - rest / 2 <= planned.seconds(card)[CORES] < whole
+    assert any(note.startswith("assumed: ocr takes 0.5 CPU s a frame") for note in planned.notes)
+    assert not any("not counted" in note for note in planned.notes)
+    assert alone.seconds(slow)[CORES] == alone.work.on_cores == pytest.approx(2 * whole)

@@ -169,14 +169,8 @@ class LocalRollouts:
 
     def _scored(self, parts: Sequence[Batch], ends: Iterator[Latents], step: int) -> list[Scores]:
         """Score each part; scorers in another process answer while the x0 of the next part is made."""
-        scores: list[Scores] = []
-        before: Callable[[], Scores] | None = None
-        for part, x0 in zip(parts, ends, strict=True):
-            finish = self._reward.begin(x0, part.prompts, step)
-            if before is not None:
-                scores.append(before())
-            before = finish
-        return [*scores, before()] if before is not None else scores
+        begun = (self._reward.begin(x0, part.prompts, step) for part, x0 in zip(parts, ends, strict=True))
+        return [finish() for finish, _ in itertools.pairwise(itertools.chain(begun, [None])) if finish]
 
     def metrics(self) -> dict[str, float]:
         return {"reward/retried": float(self._reward.retried)} if self._reward.retried else {}

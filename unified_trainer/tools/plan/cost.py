@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from unified_trainer.rewards.base import ScorerConfig
+from unified_trainer.rewards.ocr import KIND as OCR
+from unified_trainer.rewards.scorer_pool import processes_of
 from unified_trainer.roles.recompute import Recompute
 from unified_trainer.tools.plan.architecture import Architecture
 from unified_trainer.tools.plan.flops import BACKWARD, PassFLOPs, decode_flops, score_flops
@@ -18,6 +20,7 @@ from unified_trainer.tools.plan.hardware import NETWORK, NODE, Hardware
 PRODUCTS = 0.6  # of the dense bf16 peak in matrix products and attention; an H200 took 2 to 10% longer, compiled
 TRAFFIC = 0.9  # assumed: of the memory's bandwidth in elementwise work
 CONVOLUTIONS = 0.16  # of the peak in the VAE, at the precision of its convolutions; an H200's in bf16
+CORES = "waiting for scorers on CPU cores"
 LINKS = 0.7  # assumed: of the bandwidth between cards
 PUBLISHED = {  # device hours of headline runs by recipe and method, and who published them
     ("wan2.1-1.3b", "dmd2"): "768 H200 hours (FastVideo: 4,000 steps at 61 x 448 x 832, sparse attention, 64 cards)",
@@ -36,6 +39,7 @@ class Work:
     decoded: float = 0.0  # FLOPs of the VAE in bf16
     decoded_fp32: float = 0.0
     scored: float = 0.0
+    on_cores: float = 0.0  # seconds of a rank's processes that score on CPU cores
 
     def __add__(self, other: "Work") -> "Work":
         return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -57,6 +61,7 @@ class Work:
             "recomputation": network(self.repeated, self.repeated_traffic),
             "VAE": convolutions / CONVOLUTIONS,
             "scorers": self.scored / (PRODUCTS * card.flops),
+            CORES: self.on_cores,
         }
 
 
@@ -75,14 +80,14 @@ def decode_work(model: Architecture, shape: Sequence[int], samples: int, *, half
     return Work(decoded=flops) if half else Work(decoded_fp32=flops)
 
 
-def score_work(scorers: Iterable[ScorerConfig], frames: int, samples: int, *, gradient: bool) -> Work:
-    """Return the work of HPSv3 on videos of so many frames; that of other scorers is not known."""
-    scored = sum(
-        math.ceil(frames / scorer.stride(frames))
-        for scorer in scorers
-        if scorer.kind == "hpsv3" and scorer.path != "tiny"
-    )
-    return Work(scored=samples * scored * score_flops() * (3 if gradient else 1))
+def score_work(scorers: Iterable[ScorerConfig], frames: int, samples: int, ranks: int, *, gradient: bool) -> Work:
+    """Return the work of HPSv3, and of `ocr` on the cores that `ranks` share; that of other scorers is not known."""
+    scored, on_cores = 0, 0.0
+    for scorer in scorers:
+        seen = math.ceil(frames / scorer.stride(frames))
+        scored += seen * (scorer.kind == "hpsv3" and scorer.path != "tiny")
+        on_cores += seen * OCR.cpu_seconds / max(1, processes_of(scorer, OCR, ranks)) if scorer.kind == OCR.name else 0
+    return Work(scored=samples * scored * score_flops() * (3 if gradient else 1), on_cores=samples * on_cores)
 
 
 def seconds_sent(inside: float, across: float, card: Hardware) -> float:

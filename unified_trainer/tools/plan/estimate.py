@@ -13,6 +13,7 @@ from unified_trainer.models.base import Shape
 from unified_trainer.models.pass_flops import PassCount
 from unified_trainer.parallel.device import CARD_KIND
 from unified_trainer.parallel.meter import Pass
+from unified_trainer.rewards.ocr import KIND as OCR
 from unified_trainer.roles.blocks import may_compile
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.run.plan.data import check_sound, check_video
@@ -24,7 +25,7 @@ from unified_trainer.run.settings.batch import batch_of, check_buffer, with_fitt
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.validation.samples import samples_of_rank
 from unified_trainer.tools.plan.architecture import HPSV3_WEIGHTS, Architecture, architecture_of
-from unified_trainer.tools.plan.cost import Work, decode_work, pass_work, score_work, seconds_sent
+from unified_trainer.tools.plan.cost import CORES, Work, decode_work, pass_work, score_work, seconds_sent
 from unified_trainer.tools.plan.flops import PassFLOPs, pass_flops
 from unified_trainer.tools.plan.hardware import NODE, Hardware, gib
 from unified_trainer.tools.plan.memory import BF16, FP32, Memory, Sizes, held_networks, memory_of, recompute_of, seat_of
@@ -50,6 +51,8 @@ class Estimate:
     work: Work  # of one rank in a training step, without what workers do
     sampled: Work  # of one rollout worker's card in a training step
     scored: Work  # of the card that decodes and scores its samples: that one, or a reward worker's
+    drawn: Work  # of one rank that makes the samples of a training step itself, in `parts` parts
+    parts: float
     validation: Work  # of one rank in a validation
     encoded: float  # FLOPs of one rank to encode all prompts once, before the first step
     inside: float  # bytes that one rank sends in a training step to the ranks that share its copy of the weights
@@ -86,6 +89,9 @@ class Estimate:
         inside, across = (0.0, self.sent) if far else (self.inside, self.across)
         waited = seconds_sent(inside, across, card) - by_part["networks"] - by_part["recomputation"]
         by_part |= {"waiting for other ranks": max(0.0, waited)}
+        # Samples of a part are scored on CPU cores while the next part is made and decoded.
+        made = sum(self.drawn.seconds(card).values()) + by_part["VAE"] + by_part["scorers"]
+        by_part[CORES] -= (1 - 1 / self.parts) * min(by_part[CORES], made)
         rollouts = self.run.rollouts
         sampled, scored = (sum(work.seconds(card).values()) for work in (self.sampled, self.scored))
         made = max(sampled, scored) if rollouts.reward_workers else sampled + scored
@@ -139,10 +145,11 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     seen = _seen(sizes, counts).times(share)
     work = _work(passes, sizes, counts).times(share / sequence)
     sampled, scored = Work(), Work()
+    own = _work([(call, _flops(call, sizes, counts)) for call in counts.sampled], sizes, counts)
+    drawn, parts = own.times(share / sequence), _parts(run, counts)
     if workers := run.rollouts.workers:  # they make the samples of all ranks
-        own = _work([(call, _flops(call, sizes, counts)) for call in counts.sampled], sizes, counts)
-        work += own.times(-share / sequence)
-        sampled = own.times(share * data_ranks / (workers * run.rollouts.ranks))
+        work += drawn.times(-1)
+        drawn, parts, sampled = Work(), 1.0, own.times(share * data_ranks / (workers * run.rollouts.ranks))
         scored, seen = seen.times(data_ranks / (run.rollouts.reward_workers or workers)), Work()
     stored, told = _stored(sizes)
     prompts = table["prompts"] / data_ranks * run.steps if run.trains_on == "prompts" else 0
@@ -160,12 +167,14 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
         work=work + seen,
         sampled=sampled,
         scored=scored,
+        drawn=drawn,
+        parts=parts,
         validation=_validation(sizes, counts, data_ranks),
         encoded=prompts * models["student"].blueprint.encode_flops(),
         inside=inside,
         across=across,
         checkpoint=sum(network.stored for network in held_networks(counts, sizes).values()) + data_ranks * stored,
-        notes=(*filter(None, [fitted]), *assumed, *notes, *told),
+        notes=(*filter(None, [fitted]), *assumed, *notes, *told, *_on_cores((work + seen + scored).on_cores)),
     )
 
 
@@ -220,9 +229,24 @@ def _scorers(run: RunConfig) -> tuple[float, tuple[str, ...]]:
     for name, config in run.reward.named().items():
         if config.kind == "hpsv3" and config.path != "tiny":
             total += HPSV3_WEIGHTS * (BF16 if config.precision == "bf16" else FP32)
-        elif config.path != "tiny":
+        elif config.path != "tiny" and config.kind != OCR.name:
             notes.append(f"not counted: memory and time of scorer {name}, whose kind {config.kind} has unknown sizes")
     return total, tuple(notes)
+
+
+def _parts(run: RunConfig, counts: Counts) -> float:
+    """Return the parts of a rank's samples of which one is scored while the next is made; 1 where none is."""
+    scorers = [scorer for scorer in run.reward.named().values() if scorer.weight]
+    last = run.reward.offload and any(scorer.path for scorer in scorers)  # all are scored when all are made
+    if last or not counts.sampled or any(scorer.kind == OCR.name and scorer.processes == 0 for scorer in scorers):
+        return 1.0
+    return max(1.0, counts.repeats / counts.steps * len(counts.decoded))
+
+
+def _on_cores(seconds: float) -> tuple[str, ...]:
+    source = f"{OCR.cpu_seconds:g} CPU s a frame (0.4 to 0.45 measured at 480 x 832 pixels)"
+    note = f"assumed: ocr takes {source}, {seconds:.3g} s a step by reward.processes here, with those behind sampling"
+    return (note,) if seconds else ()
 
 
 def _with_scorer(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
@@ -249,7 +273,7 @@ def _seen(sizes: Sizes, counts: Counts) -> Work:
     for samples, frames, gradient in counts.decoded:
         total += decode_work(student, (frames, *sizes.latent[2:]), samples, half=half, gradient=gradient)
         shown = 1 if frames == 1 else run.video.frames
-        total += score_work(scorers, shown, samples, gradient=gradient)
+        total += score_work(scorers, shown, samples, min(sizes.ranks, NODE), gradient=gradient)
     return total
 
 
@@ -264,7 +288,8 @@ def _validation(sizes: Sizes, counts: Counts, ranks: int) -> Work:
     total = _work(passes, shown, counts).times(own / min(run.validation.batch, own) / run.parallel.sequence)
     half = run.encoders.vae_precision == "bf16"
     total += decode_work(shown.models["student"], (frames, height, width), own, half=half, gradient=False)
-    return total + score_work(run.reward.named().values(), run.video.frames, own, gradient=False)
+    here = min(sizes.ranks, NODE)
+    return total + score_work(run.reward.named().values(), run.video.frames, own, here, gradient=False)
 
 
 def _flops(call: Pass, sizes: Sizes, counts: Counts) -> PassFLOPs:
