@@ -31,6 +31,8 @@ from unified_trainer.rewards.hpsv3 import EMBEDDED, HPSv3
 from unified_trainer.rewards.reward import RewardConfig
 from unified_trainer.rewards.scorers import check_prompts
 
+pytestmark = pytest.mark.slow  # seconds together
+
 IMAGES = images()
 PACKAGE = importlib.util.find_spec("hpsv2")
 TOKENIZER = Path(*PACKAGE.submodule_search_locations, "src", "open_clip", "tokenizer.py") if PACKAGE else Path("absent")
@@ -123,7 +125,7 @@ def test_hpsv2_reads_the_tokens_of_its_package(tmp_path):
     theirs = module._tokenizer
     renamed = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
     vocabulary = {renamed.get(word, word): number for word, number in theirs.encoder.items()}
-    out = save_clip(tmp_path, vocabulary, [" ".join(pair) for pair in theirs.bpe_ranks])
+    out = save_clip(tmp_path, vocabulary, list(theirs.bpe_ranks))
     scorer = HPSv2.load(out, CPU, torch.float32)
     for prompt in PROMPTS:
         found = tokens(scorer, prompt)

@@ -21,6 +21,8 @@ from unified_trainer.rewards.hpsv3_preprocessing import fit
 from unified_trainer.rewards.scorers import check_prompts, check_reward, load_scorers
 from unified_trainer.rewards.videoalign import TEXTS, frames_seen
 
+pytestmark = pytest.mark.slow  # seconds together
+
 BASE = Path(__file__).parents[1] / "golden" / "hpsv3" / "base"
 TOKENS = ["<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>"]
 STATISTICS = {

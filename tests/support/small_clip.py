@@ -10,7 +10,7 @@ SIDE = 32
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz"]
 
 
-def save_clip(out: Path, words: Mapping[str, int] | None = None, merges: Sequence[str] = ()) -> Path:
+def save_clip(out: Path, words: Mapping[str, int] | None = None, merges: Sequence[tuple[str, str]] = ()) -> Path:
     """Save what transformers saves: a model of two layers, a tokenizer, by default of letters, a processor of 32 x 32.
 
     The tokenizer's last two words are its begin and end.
