@@ -229,6 +229,7 @@ def test_wrong_settings_and_prompts_are_refused_before_weights(folder):
         (replace(config, settings={"base": str(BASE)}), r"settings\.frame_rate must be given"),
         (reward(folder, quality="0", motion="0", alignment="0"), "nothing is scored"),
         (replace(config, path=""), r"reward\.path must be the folder"),
+        (reward(folder, base=str(folder)), r"reward\.settings\.base .*config\.json: no such file"),
     ):
         with pytest.raises(UserError, match=message):
             check_reward(changed, 9)

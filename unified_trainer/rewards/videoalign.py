@@ -87,6 +87,8 @@ class VideoAlign(ScorerSettings):
             raise UserError(f"{key}.frames must be all, not {config.frames}: settings.frame_rate tells which are seen")
         if not (self.quality or self.motion or self.alignment):
             raise UserError(f"{key}.settings: quality, motion and alignment are all 0, so nothing is scored")
+        for name in () if hub.is_hub_id(self.base) else BASE_FILES:
+            check_file(Path(self.base, name), f"{key}.settings.base")
 
     def load(self, config: ScorerConfig, device: torch.device) -> NetworkScorer:
         """Load the network with its adapters merged; raise UserError, naming the file, unless all parts fit."""
