@@ -35,32 +35,30 @@ TEXTS = Path(__file__).parents[1] / "assets" / "videoalign.json"  # the prompt t
 PARTS = ("VQ", "MQ", "TA")
 FEWEST_PIXELS, FEWEST_FRAMES, MOST_FRAMES = 128 * 28 * 28, 4, 768  # of a frame, and of a video
 BASE_FILES = ("config.json", "preprocessor_config.json", "chat_template.json")
-PREFIX, LAYER, FACTOR = (
-    "base_model.model.",
-    ".base_layer.weight",
-    re.compile(r"\.lora_[AB]\.default\.weight$"),
-)  # of peft
+PREFIX, LAYER = "base_model.model.", ".base_layer.weight"  # of peft
+FACTOR = re.compile(r"\.lora_[AB]\.default\.weight$")
+Above0 = Annotated[float, Field(gt=0, le=1e6)]
 
 
 class Published(Schema):
     """The fields of all sections of model_config.json: frames and text, head, adapters, statistics of each part."""
 
-    fps: float = Field(gt=0)
+    fps: float = Field(gt=0, le=1000)
     num_frames: None = None
     max_frame_pixels: int = Field(ge=FEWEST_PIXELS, le=2**26)
     sample_type: Literal["uniform"] = "uniform"
     prompt_template_type: Literal["detailed_special"]
     output_dim: Literal[1]
     use_special_tokens: Literal[True]
-    lora_r: int = Field(ge=1)
-    lora_alpha: float
+    lora_r: int = Field(ge=1, le=2**16)
+    lora_alpha: Above0
     use_rslora: Literal[False] = False
-    VQ_mean: float
-    MQ_mean: float
-    TA_mean: float
-    VQ_std: float = Field(gt=0)
-    MQ_std: float = Field(gt=0)
-    TA_std: float = Field(gt=0)
+    VQ_mean: float = Field(ge=-1e6, le=1e6)
+    MQ_mean: float = Field(ge=-1e6, le=1e6)
+    TA_mean: float = Field(ge=-1e6, le=1e6)
+    VQ_std: Above0
+    MQ_std: Above0
+    TA_std: Above0
 
 
 @dataclass(frozen=True, kw_only=True)
