@@ -23,7 +23,7 @@ from transformers import Qwen2Tokenizer, Qwen2VLConfig
 from unified_trainer.data import tiny_world
 from unified_trainer.rewards.hpsv3 import HPSv3
 from unified_trainer.rewards.hpsv3_folder import CHECKPOINT, REWARD_TOKEN, SETTINGS
-from unified_trainer.rewards.hpsv3_network import HPSv3Network
+from unified_trainer.rewards.hpsv3_network import hpsv3_network
 from unified_trainer.rewards.hpsv3_preprocessing import Preprocessor
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def create(out: Path, seed: int) -> HPSv3:
     config = build_config(tokenizer)
     config.save_pretrained(out)
     torch.manual_seed(seed)
-    return HPSv3(HPSv3Network(config, HEAD_WIDTHS), Preprocessor.load(out, config))
+    return HPSv3(hpsv3_network(config, HEAD_WIDTHS), Preprocessor.load(out, config))
 
 
 def build_tokenizer() -> Qwen2Tokenizer:

@@ -136,20 +136,3 @@ def test_another_checkpoint_is_refused(theirs, folder, tmp_path, capsys, change,
     assert main(["import-hpsv2", *words]) == 2
     assert re.search(message, " ".join(capsys.readouterr().err.split()))
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("prompt", "cleaned"),
-    [
-        ("it\u2019s a \u201csign\u201d", 'it\'s a "sign"'),
-        ("<b> salt &amp;amp; pepper", "<b> salt & pepper"),
-        ("  A\tRed\n circle ", "a red circle"),
-        ("caf\u00c3\u00a9", "caf\u00e9"),
-        ("\uff21\uff22 \ufb01t", "ab fit"),
-    ],
-)
-def test_a_prompt_is_cleaned_as_the_package_does(folder, prompt, cleaned):
-    """By `basic_clean` and `whitespace_clean` of hpsv2 1.2.0's tokenizer, and in lower case: the tokens are equal."""
-    scorer = HPSv2.load(folder, CPU, torch.float32)
-    assert scorer.cleaned(prompt) == cleaned
-    assert torch.equal(scorer._text([prompt])["input_ids"], scorer._text([cleaned])["input_ids"])

@@ -104,7 +104,7 @@ def test_the_prompt_strings_are_the_packages(folder):
     [((480, 832), (336, 588)), ((512, 512), (448, 448)), ((448, 448), (448, 448)), ((102, 102), (476, 476))],
 )
 def test_fit_spends_the_pixel_budget(size, fitted):
-    assert fit(*size, pixels=200704, multiple=28) == fitted
+    assert fit(*size, fewest=200704, most=200704, multiple=28) == fitted
 
 
 # Invariances.

@@ -136,7 +136,7 @@ def test_every_kind_of_the_package_is_found_under_its_name():
         "motion_energy",
         "temporal_flickering",
     )
-    networks = ("hpsv3", "hpsv2", "clip", "aesthetic", "background_consistency", "subject_consistency")
+    networks = ("hpsv3", "videoalign", "hpsv2", "clip", "aesthetic", "background_consistency", "subject_consistency")
     elsewhere = ("ocr", "vlm", "vlm_pairs", "http")
     assert set(KINDS) == {*networks, *elsewhere, "first_frame_likeness", *measures}
     assert all(kind.name == name for name, kind in KINDS.items())

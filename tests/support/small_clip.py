@@ -1,5 +1,6 @@
 """A small random CLIP folder."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -9,10 +10,15 @@ SIDE = 32
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz"]
 
 
-def save_clip(out: Path) -> Path:
-    """Save what transformers saves: a model of two layers, a tokenizer of letters, a processor of 32 x 32."""
-    words = [*LETTERS, *(f"{letter}</w>" for letter in LETTERS), "<|startoftext|>", "<|endoftext|>"]
-    tokenizer = CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[])
+def save_clip(out: Path, words: Mapping[str, int] | None = None, merges: Sequence[tuple[str, str]] = ()) -> Path:
+    """Save what transformers saves: a model of two layers, a tokenizer, by default of letters, a processor of 32 x 32.
+
+    The tokenizer's last two words are its begin and end.
+    """
+    if words is None:
+        known = [*LETTERS, *(f"{letter}</w>" for letter in LETTERS), "<|startoftext|>", "<|endoftext|>"]
+        words = {word: i for i, word in enumerate(known)}
+    tokenizer = CLIPTokenizer(vocab=dict(words), merges=list(merges))
     tokenizer.save_pretrained(out)
     small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     ends = {"bos_token_id": len(words) - 2, "eos_token_id": len(words) - 1, "pad_token_id": len(words) - 1}

@@ -210,6 +210,7 @@ class PromptRules:
     """The demands of a scorer on prompts, known before a run."""
 
     special: Sequence[str] = ()  # texts that no prompt may hold
+    cleaned: Callable[[str], str] = str  # a prompt as the scorer reads it, which `special` is looked for in
     fault: Callable[[str], str] = lambda prompt: ""  # why it cannot score a prompt; "" if it can
     cut: Callable[[Sequence[str]], Cut] | None = None  # which prompts are longer than it reads
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import torch
 from jaxtyping import Float
@@ -65,6 +65,7 @@ class CLIP:
     crop: tuple[int, int]  # height and width of what the network sees
     mean: tuple[float, ...]  # per channel, of images in [0, 1]
     std: tuple[float, ...]
+    own_special: ClassVar[tuple[str, ...]] = ()  # texts besides the tokenizer's that no prompt may hold
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, dtype: torch.dtype) -> Self:
@@ -123,12 +124,12 @@ class CLIP:
         return prompt
 
     def _text(self, prompts: list[str]) -> dict[str, Tensor]:
-        for i, prompt in enumerate(prompts):
-            for token in special_tokens(self.tokenizer):
-                if token in prompt:
-                    raise UserError(f"CLIP: prompt {i} holds the special token {token}; remove it: {prompt!r}")
-        length = self.network.config.text_config.max_position_embeddings
         texts = [self.cleaned(prompt) for prompt in prompts]
+        for i, text in enumerate(texts):
+            for token in (*special_tokens(self.tokenizer), *self.own_special):
+                if token in text:
+                    raise UserError(f"CLIP: prompt {i} holds the special token {token}; remove it: {prompts[i]!r}")
+        length = self.network.config.text_config.max_position_embeddings
         encoded = self.tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt")
         device = self.network.visual_projection.weight.device
         return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
@@ -162,8 +163,8 @@ def prompt_rules(config: ScorerConfig, cls: type[CLIP] = CLIP) -> PromptRules:
     tokenizer = read_tokenizer(CLIPTokenizer, Path(config.path))
     text = read_json(Path(config.path, "config.json")).get("text_config", {})
     longest = text.get("max_position_embeddings", CLIPTextConfig().max_position_embeddings)
-    cut = partial(cut_by, tokenizer, longest)
-    return PromptRules(special_tokens(tokenizer), cut=lambda prompts: cut([cls.cleaned(prompt) for prompt in prompts]))
+    special, cut = (*special_tokens(tokenizer), *cls.own_special), partial(cut_by, tokenizer, longest)
+    return PromptRules(special, cls.cleaned, cut=lambda prompts: cut([cls.cleaned(prompt) for prompt in prompts]))
 
 
 KIND = ScorerKind("clip", load, check_path, files=component(""), per_frame=True, prompt_rules=prompt_rules)

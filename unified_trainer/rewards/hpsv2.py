@@ -6,9 +6,13 @@
 import html
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
+from typing import Self
 
 import ftfy
+import torch
 from jaxtyping import Float
+from tokenizers import normalizers
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
@@ -19,6 +23,15 @@ from unified_trainer.rewards.clip import CLIP, load, prompt_rules
 
 class HPSv2(CLIP):
     """A scorer of images: the cosine of image and prompt, of whole images on black."""
+
+    own_special = ("<start_of_text>", "<end_of_text>")  # which the package reads as begin and end
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device, dtype: torch.dtype) -> Self:
+        """Load a frozen scorer, as `CLIP.load` does; cleaned prompts are read as they are, as in the package."""
+        scorer = super().load(folder, device, dtype)
+        scorer.tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([])
+        return scorer
 
     @staticmethod
     def cleaned(prompt: str) -> str:

@@ -8,15 +8,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import Qwen2Tokenizer
-from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding, Qwen2VLVisionRotaryEmbedding
 
 from unified_trainer.basics.errors import NotFiniteError, UserError
-from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.models.folder import read_tokenizer
 from unified_trainer.models.tensor_file import opened
-from unified_trainer.rewards.base import NetworkScorer, PromptRules, ScorerConfig, ScorerKind, of_images
+from unified_trainer.rewards.base import Features, NetworkScorer, PromptRules, ScorerConfig, ScorerKind, of_images
 from unified_trainer.rewards.hpsv3_folder import CHECKPOINT, check_folder, network_config
-from unified_trainer.rewards.hpsv3_network import HPSv3Network, Inputs, skeleton
+from unified_trainer.rewards.hpsv3_network import RewardNetwork, skeleton
 from unified_trainer.rewards.hpsv3_preprocessing import Images, Preprocessor, as_bytes, special_tokens
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny" / "hpsv3"  # the folder that the path "tiny" means
@@ -26,7 +24,7 @@ EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny" / "hpsv3"  # the folder
 class HPSv3:
     """A native implementation of HPSv3; it agrees with the package hpsv3 1.0.0 to float32 rounding."""
 
-    network: HPSv3Network
+    network: RewardNetwork
     preprocessor: Preprocessor
 
     @classmethod
@@ -39,34 +37,17 @@ class HPSv3:
         config = network_config(folder)
         preprocessor = Preprocessor.load(folder, config)
         network = skeleton(config, folder / "config.json", folder / CHECKPOINT)
-        # The package casts the whole backbone, so that in bfloat16 the rotary frequencies are rounded too.
-        network.visual.rotary_pos_emb = Qwen2VLVisionRotaryEmbedding(config.vision_config).to(device, dtype)
-        network.model.rotary_emb = Qwen2VLRotaryEmbedding(config.text_config).to(device, dtype)
         with opened(folder / CHECKPOINT) as file:
-            weights = {
-                key: file.get_tensor(key).to(device, torch.float32 if key.startswith("rm_head.") else dtype)
-                for key in network.state_dict()
-            }
-        network.load_state_dict(weights, assign=True)
-        return cls(network.requires_grad_(False).eval(), preprocessor)
+            return cls(network.filled(config, file.get_tensor, device, dtype), preprocessor)
 
-    @torch.no_grad()
     def score(self, images: Images, prompts: Sequence[str]) -> Float[Tensor, "b 2"]:
         """Return (mu, raw sigma) of each image for its prompt; mu is the reward, exp(raw sigma) its deviation.
 
-        Images are a tensor in [0, 1] (rounded to 8 bits, no gradient), PIL images or paths. Raise UserError for a
-        prompt with a special token, NotFiniteError for a score, ValueError for an image outside [0, 1]; all name the
-        sample.
+        Images are a tensor in [0, 1], PIL images or paths. A tensor that takes a gradient gets it; others are rounded
+        to 8 bits. Raise UserError for a prompt with a special token, NotFiniteError for a score, ValueError for an
+        image outside [0, 1]; all name the sample.
         """
-        return self._score(self.preprocessor(images, prompts), prompts)
-
-    def score_with_gradient(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str]) -> Float[Tensor, "b 2"]:
-        """Return what `score` returns, with a gradient to the images, which are not rounded to 8 bits."""
-        return self._score(self.preprocessor.of_floats(images, prompts), prompts)
-
-    def _score(self, inputs: Inputs, prompts: Sequence[str]) -> Float[Tensor, "b 2"]:
-        device = next(self.network.parameters()).device
-        scores = self.network(Inputs(**{name: tensor.to(device) for name, tensor in vars(inputs).items()}))
+        scores = self.network(self.preprocessor(images, prompts).to(next(self.network.parameters()).device))
         for i in (~scores.isfinite().all(-1)).nonzero().flatten().tolist():
             raise NotFiniteError(f"HPSv3: the score of sample {i} is {scores[i].tolist()} (prompt {prompts[i]!r})")
         return scores
@@ -83,19 +64,10 @@ class HPSv3:
 
 
 @dataclass(frozen=True)
-class HPSv3Scorer:
-    """HPSv3's mu as a scorer of videos; frames that take a gradient are scored with it."""
+class HPSv3Scorer(NetworkScorer):
+    """HPSv3's mu as a scorer of videos, and its image features."""
 
-    hpsv3: HPSv3
-    batch: int  # images scored at a time
-    top_fraction: float = 1.0
-
-    def __call__(self, video: Video, prompts: Sequence[str]) -> PerSample:
-        return of_images(self._mu, self.batch, self.top_fraction)(video, prompts)
-
-    def _mu(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str]) -> PerSample:
-        score = self.hpsv3.score_with_gradient if images.requires_grad else self.hpsv3.score
-        return score(images, prompts)[:, 0]
+    features: Features
 
 
 def _prompt_rules(config: ScorerConfig) -> PromptRules:
@@ -107,9 +79,10 @@ def _folder(config: ScorerConfig) -> Path:
     return EMBEDDED if config.path == "tiny" else Path(config.path)
 
 
-def _load(config: ScorerConfig, device: torch.device) -> NetworkScorer:
+def _load(config: ScorerConfig, device: torch.device) -> HPSv3Scorer:
     hpsv3 = HPSv3.load(_folder(config), device, config.dtype)
-    return NetworkScorer(HPSv3Scorer(hpsv3, config.batch, config.top_fraction), (hpsv3.network,))
+    mu = of_images(lambda *images: hpsv3.score(*images)[:, 0], config.batch, config.top_fraction)
+    return HPSv3Scorer(mu, (hpsv3.network,), hpsv3.features)
 
 
 def _check(config: ScorerConfig, key: str, frames: int) -> None:
@@ -121,7 +94,7 @@ KIND = ScorerKind(
     "hpsv3",
     _load,
     _check,
-    features=lambda scorer: scorer.score.hpsv3.features,
+    features=lambda scorer: scorer.features,
     per_frame=True,
     prompt_rules=_prompt_rules,
 )

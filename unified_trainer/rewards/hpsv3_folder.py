@@ -1,5 +1,6 @@
 """The JSON files of an HPSv3 folder: which fields the scorer depends on, and what they may be."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Formatter
 from typing import Annotated, Literal, Self
@@ -7,13 +8,15 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from transformers import Qwen2VLConfig
 
-from unified_trainer.basics.errors import MissingFileError
-from unified_trainer.basics.input_files import Schema, declared, read_as, read_json
+from unified_trainer.basics.errors import MissingFileError, UserError
+from unified_trainer.basics.input_files import Schema, checked, declared, read_as, read_json
+from unified_trainer.models.folder import read_pretrained
 from unified_trainer.models.layout import reading_config
 
 REWARD_TOKEN = "<|Reward|>"
 CHECKPOINT = "HPSv3.safetensors"
 SETTINGS = "hpsv3.json"
+EMBEDDING = "model.embed_tokens.weight"
 FOLDER_FILES = (
     "config.json",
     "tokenizer.json",
@@ -50,7 +53,7 @@ class PromptSettings(Schema):
     def _holds_the_token(cls, text: str) -> str:
         if text.count(REWARD_TOKEN) != 1:
             raise ValueError(f"prompt_with_special_token must hold {REWARD_TOKEN} once")
-        return text
+        return text.replace("{", "{{").replace("}", "}}")  # it is formatted with the instruction
 
 
 class ImageStatistics(Schema):
@@ -170,6 +173,19 @@ class NetworkConfig(Schema):
                 f"vision_config.hidden_size is {vision.hidden_size}, but text_config.hidden_size {text.hidden_size}"
             )
         return self
+
+
+def base_config(base: Path, shapes: Mapping[str, Sequence[int]], checkpoint: Path) -> Qwen2VLConfig:
+    """Return the config of a base model's folder with a checkpoint's number of embeddings; UserError names the file."""
+    file = base / "config.json"
+    read_as(BaseConfig, file)
+    with reading_config(file, Qwen2VLConfig.__name__):
+        config = read_pretrained(Qwen2VLConfig, base)
+    if EMBEDDING not in shapes:
+        raise UserError(f"{checkpoint}: missing {EMBEDDING}; this is not a checkpoint of a reward on Qwen2-VL")
+    config.text_config.vocab_size = shapes[EMBEDDING][0]
+    checked(NetworkConfig, config.to_dict(), str(file))
+    return config
 
 
 def network_config(folder: Path) -> Qwen2VLConfig:

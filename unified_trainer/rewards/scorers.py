@@ -192,7 +192,8 @@ def check_prompts(config: RewardConfig, *sources: tuple[Sequence[str], Callable[
         rules = kind.prompt_rules(_with_files(part, config.key(name), kind)) if kind.prompt_rules else PromptRules()
         for prompts, place in sources:
             for number, prompt in enumerate(prompts):
-                if found := next((token for token in rules.special if token in prompt), None):
+                cleaned = rules.cleaned(prompt)
+                if found := next((token for token in rules.special if token in cleaned), None):
                     raise UserError(f"{place(number)} holds {found}, a special token of the scorer {name}: remove it")
                 if fault := rules.fault(prompt):
                     raise UserError(f"{place(number)} {fault}")

@@ -9,12 +9,10 @@ from pathlib import Path
 from transformers import Qwen2Tokenizer, Qwen2VLConfig
 
 from unified_trainer.basics.errors import MissingFileError, MissingPackageError, UserError
-from unified_trainer.basics.input_files import read_as
 from unified_trainer.models import hub
-from unified_trainer.models.folder import read_pretrained, read_tokenizer
-from unified_trainer.models.layout import reading_config
+from unified_trainer.models.folder import read_tokenizer
 from unified_trainer.models.tensor_file import floating_shapes
-from unified_trainer.rewards.hpsv3_folder import CHECKPOINT, REWARD_TOKEN, SETTINGS, BaseConfig, check_folder
+from unified_trainer.rewards.hpsv3_folder import CHECKPOINT, REWARD_TOKEN, SETTINGS, base_config, check_folder
 from unified_trainer.rewards.hpsv3_network import skeleton
 from unified_trainer.rewards.hpsv3_preprocessing import Preprocessor
 from unified_trainer.tools.output_folder import check_empty, link_or_copy, new_folder
@@ -25,7 +23,6 @@ PIXELS = 256 * 28 * 28  # the package's budget, both its minimum and its maximum
 COPIED = ("preprocessor_config.json", "chat_template.json")
 BASE, WEIGHTS = "Qwen/Qwen2-VL-7B-Instruct", "MizzenAI/HPSv3"  # hub ids
 BASE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", *COPIED)
-EMBEDDING = "model.embed_tokens.weight"
 
 
 def import_hpsv3(out: Path, base: Path = Path(BASE), checkpoint: Path = Path(WEIGHTS)) -> None:
@@ -95,13 +92,7 @@ def package_strings() -> dict[str, str]:
 
 def checked_config(base: Path, checkpoint: Path, tokens: int) -> Qwen2VLConfig:
     """Return the base's config with the checkpoint's number of embeddings; raise UserError unless the two fit."""
-    read_as(BaseConfig, base / "config.json")
-    with reading_config(base / "config.json", Qwen2VLConfig.__name__):
-        config = read_pretrained(Qwen2VLConfig, base)
-    shapes = floating_shapes(checkpoint)
-    if EMBEDDING not in shapes:
-        raise UserError(f"{checkpoint}: missing {EMBEDDING}; this is not an HPSv3 checkpoint")
-    config.text_config.vocab_size = shapes[EMBEDDING][0]
+    config = base_config(base, floating_shapes(checkpoint), checkpoint)
     if tokens > config.text_config.vocab_size:
         raise UserError(
             f"{checkpoint} embeds {config.text_config.vocab_size} tokens but the tokenizer of {base} with "
