@@ -74,12 +74,13 @@ def test_what_a_window_generates_attends_to_and_keeps():
     """Chunks of three, clips of seven, a cache of a sink and five frames: the second chunk is cut in it."""
     windows = Windows(ChunkConfig(chunk_frames=3, window_frames=6, sink_frames=1), 15, 6, 1)
     assert (windows.count, windows.added) == (4, 3)
-    assert [windows.start(window) for window in range(4)] == [0, 6, 9, 12]
-    assert windows.ranges(0) == [(0, 3), (3, 6)] and windows.ranges(2) == [(0, 3)]
-    assert windows.attended(0) == [] and windows.attended(2) == [0, 4, 5, 6, 7, 8]
-    assert windows.kept(2) == [0, 4, 5, 6, 7, 8]
-    narrow = dataclasses.replace(windows, chunks=ChunkConfig(chunk_frames=3, window_frames=3))
-    assert narrow.attended(2) == [6, 7, 8] and narrow.kept(2) == [4, 5, 6, 7, 8]
+    assert [(one.start, one.stop) for one in map(windows.at, range(4))] == [(0, 6), (6, 9), (9, 12), (12, 15)]
+    first, third = windows.at(0), windows.at(2)
+    assert first.chunks == [(0, 3), (3, 6)] and third.chunks == [(9, 12)]
+    assert first.cached == [] and third.cached == [0, 4, 5, 6, 7, 8]
+    assert third.kept == [0, 4, 5, 6, 7, 8]
+    narrow = dataclasses.replace(windows, chunks=ChunkConfig(chunk_frames=3, window_frames=3)).at(2)
+    assert narrow.cached == [6, 7, 8] and narrow.kept == [4, 5, 6, 7, 8]
 
 
 def plain_rollout(student, past, frames, batch, noise, drawn, ranges, chunks) -> list[torch.Tensor]:
