@@ -177,7 +177,7 @@ def test_the_sink_and_the_newest_frames_are_kept():
     """Frames 0 to 2 after the first window; 0, 3 and 4 after the second."""
     one = after(trainer(sampler=dataclasses.replace(SAMPLER, chunks=WINDOWED)), 1)
     before = one.method._past.clone()
-    assert before.shape[2] == 3 and one.method.windows.kept(2) == [0, 3, 4]
+    assert before.shape[2] == 3 and one.method.windows.at(2).kept == [0, 3, 4]
     one.step(1)
     same = (one.method._past == before).flatten(3).all(3).all(0).all(0)
     assert same.tolist() == [True, False, False]
@@ -188,11 +188,11 @@ def test_gradient_reaches_the_windows_chunks_alone():
     batch = one.loader.batch(2)
     past = one.method._past[:, :, :5].clone().requires_grad_()
     seen = dataclasses.replace(batch, latent_shape=(16, KNOWN, 2, 2))
-    added = one.method._continue(past, seen, 2, Streams(0, 2), "student")
+    added = one.method._continue(past, seen, one.method.windows.at(2), Streams(0, 2), "student")
     assert added.shape[2] == 2 and added.requires_grad
     (slope,) = torch.autograd.grad(added.sum(), past, allow_unused=True)
     assert slope is None
-    other = one.method._continue(past.detach() + 1, seen, 2, Streams(0, 2), "student")
+    other = one.method._continue(past.detach() + 1, seen, one.method.windows.at(2), Streams(0, 2), "student")
     assert not torch.allclose(added, other)
 
 
@@ -201,13 +201,13 @@ def test_a_window_begins_with_the_image_before_it():
     sampler = dataclasses.replace(SAMPLER, chunks=ChunkConfig(chunk_frames=2))
     one, codec = trainer(dataclasses.replace(CONFIG, teacher_frames=4), sampler, frames=8), tiny_codec()
     first, past = random(2, 16, 1, 2, 2), random(2, 16, 4, 2, 2, seed=4)
-    before = one.method._before(first, past, 1)
+    before = one.method._before(first, past, one.method.windows.at(1))
     clip = torch.cat([first, past[:, :, 1:]], 2)
     assert before.shape[2] == 2 and torch.equal(before[:, :, 1:], past[:, :, 3:])
     torch.testing.assert_close(before[:, :, :1], codec.encode(codec.decode(clip[:, :, :3])[:, :, -1:]))
-    mask = one.method._trained_frames(torch.zeros(1, 16, 4, 2, 2), window=1)
+    mask = one.method._trained_frames(torch.zeros(1, 16, 4, 2, 2), window=one.method.windows.at(1))
     assert mask.flatten().tolist() == [False, False, True, True]
-    assert one.method._trained_frames(torch.zeros(1, 16, 4, 2, 2), window=0) is None
+    assert one.method._trained_frames(torch.zeros(1, 16, 4, 2, 2), window=one.method.windows.at(0)) is None
     after(one, 2)
     assert torch.equal(
         one.method._past[:, :, :4], after(trainer(one.method.config, sampler, frames=8), 1).method._past[:, :, :4]
@@ -235,8 +235,8 @@ def test_a_switch_changes_later_frames_and_not_earlier_ones():
     whole, switched = trainer(), trainer(dataclasses.replace(CONFIG, prompt_switch=1.0))
     same = [whole.step(step) == switched.step(step) for step in range(3)]
     switch = same.index(False)
-    begun = whole.method.windows.start(switch)
-    frames = whole.method.windows.kept(3)
+    begun = whole.method.windows.at(switch).start
+    frames = whole.method.windows.at(3).kept
     left, right = whole.method._past, switched.method._past
     assert switch in (1, 2) and frames == [*range(7)]
     assert torch.equal(left[:, :, :begun], right[:, :, :begun])
