@@ -25,8 +25,9 @@ from helpers import (
 from unified_trainer.data.clips import Clips
 from unified_trainer.data.loader import Loader
 from unified_trainer.methods.consistency import Consistency, ConsistencyConfig
+from unified_trainer.methods.consistency_loss import consistency_loss
 from unified_trainer.numerics.chunks import ChunkConfig
-from unified_trainer.numerics.flow import sigma_table
+from unified_trainer.numerics.flow import add_noise, per_sample, sigma_table, x0_from_velocity
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.run.trainer import Trainer
@@ -67,6 +68,27 @@ def test_the_loss_is_the_distance_of_two_predictions_on_one_step_of_the_teacher(
         total += ((d**2 + c**2).sqrt() - c).mean() / 2
     (loss,) = one.method.step(batch, 0, rng, ALONE)
     torch.testing.assert_close(loss.value, total, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("frames", [False, True])
+def test_the_distance_of_a_vector_weights_each_step_by_its_inverse_length(frames):
+    """(sqrt(mean d^2 + c^2) - c) / (N (sigma - sigma')), the mean over a sample, or over each frame of a causal one."""
+    config, batch, rng = dataclasses.replace(CONFIG, distance="vector", huber=0.2), batch_with_latents(), Streams(3, 0)
+    steps = torch.tensor([[0, 3], [2, 5]]) if frames else torch.tensor([1, 4])
+    student, teacher, table = Recorder(), frozen("teacher", seed=1), config.table
+    if frames:  # linear networks: one call for all frames, which have levels of their own
+        student.velocity = lambda x, sigma, cond: 0.3 * x
+        teacher.guided_velocity = lambda x, sigma, cond, uncond, scale: 0.8 * x
+    loss = consistency_loss(config, 1.0, student, teacher, batch, steps, rng)
+    sigma, sigma_next = table[steps], table[steps + 1]
+    x_t = add_noise(batch.latents, rng.noise("noise", [0, 1], LATENT_SHAPE), sigma)
+    velocity = teacher.guided_velocity(x_t, sigma, batch.cond, batch.uncond, 1.0)
+    x_next = x_t + per_sample(sigma_next - sigma, x_t) * velocity
+    ends = [x0_from_velocity(x, student.velocity(x, s, batch.cond), s) for x, s in ((x_t, sigma), (x_next, sigma_next))]
+    square = (ends[0] - ends[1]).square()
+    means = square.mean((1, 3, 4)) if frames else square.flatten(1).mean(1)
+    expected = (((means + 0.04).sqrt() - 0.2) / (6 * (sigma - sigma_next))).mean()
+    torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-4, atol=0)
 
 
 def test_calls_and_graphs():

@@ -37,7 +37,8 @@ from unified_trainer.methods.flow_map import FlowMap, FlowMapConfig, mean_flow_t
 from unified_trainer.models.flow_map import end_of, ending_at
 from unified_trainer.models.wan.family import WAN as FAMILY
 from unified_trainer.models.wan.flow_map import FlowMapWanModel
-from unified_trainer.numerics.flow import per_sample, shift_sigma, unshift_sigma
+from unified_trainer.numerics.flow import ShiftedUniform, per_sample, shift_sigma, unshift_sigma
+from unified_trainer.numerics.kernels import transition
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone
@@ -154,6 +155,17 @@ def test_the_flow_map_of_a_gaussian_is_its_own_target():
     assert errors[1] < 0.01 and errors[1] == pytest.approx(errors[0] / 10, rel=0.1)
 
 
+def test_the_noise_of_the_policy_keeps_a_gaussian_to_second_order_in_the_step():
+    """Kernel dance takes the exact mean velocity for the velocity; std of x_next against std(r)."""
+    one, t, errors = torch.ones(1, 1, dtype=torch.float64), 0.7, []
+    for h in (1e-2, 1e-3):
+        u = gaussian(one, levels(t), levels(t - h))
+        std = [((1 - level) ** 2 * 0.25 + level**2) ** 0.5 for level in (t, t - h)]
+        mean, noise = transition("dance", one, u, t, t - h, 0.3)
+        errors.append(abs(float(((mean * std[0]) ** 2 + noise**2).sqrt()) - std[1]))
+    assert errors[0] < 1e-4 and errors[1] == pytest.approx(errors[0] / 100, rel=0.05)
+
+
 def test_euler_steps_of_the_teacher_are_a_fixed_point():
     """u and u' that follow the same Euler steps: (t - r) u = (t - t') v + (t' - r) u' for any u' and v."""
     u_next, v = torch.randn(2, 3, *SHAPE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -213,6 +225,17 @@ def test_ends_follow_the_shares_and_are_even_before_the_shift():
     between = unshift_sigma(r[(r < t) & (r > 0)], 5.0) / unshift_sigma(0.8, 5.0)
     assert float(between.mean()) == pytest.approx(0.5, abs=0.03)
     assert float(between.square().mean()) == pytest.approx(1 / 3, abs=0.03)
+
+
+def test_levels_of_several_draws_lie_nearer_to_noise_and_the_teachers_step_stays():
+    """Of two numbers the larger is below u with probability u^2; a step of the teacher is 1 / 6 before the shift."""
+    assert ShiftedUniform(5.0, 2)(levels(0.25)) == shift_sigma(0.5, 5.0) and CONFIG.law == ShiftedUniform(5.0, 1)
+    ours, batch, rng = method(level_draws=2, equal_share=0.0, clean_share=1.0), batch_with_latents(), Streams(6, 0)
+    calls = Calls.of(ours.student)
+    list(ours.step(batch, 0, rng, ALONE))
+    below, own = (unshift_sigma(sigma, 5.0) for sigma in calls.sigma)
+    torch.testing.assert_close(own, rng.uniform("level", range(4)).sqrt())
+    torch.testing.assert_close(below, (own - 1 / 6).clamp(min=0))
 
 
 @pytest.mark.parametrize(("solver", "ends"), [("ode", None), ("sde", 0.0)])

@@ -74,12 +74,13 @@ def test_what_a_window_generates_attends_to_and_keeps():
     """Chunks of three, clips of seven, a cache of a sink and five frames: the second chunk is cut in it."""
     windows = Windows(ChunkConfig(chunk_frames=3, window_frames=6, sink_frames=1), 15, 6, 1)
     assert (windows.count, windows.added) == (4, 3)
-    assert [windows.start(window) for window in range(4)] == [0, 6, 9, 12]
-    assert windows.ranges(0) == [(0, 3), (3, 6)] and windows.ranges(2) == [(0, 3)]
-    assert windows.attended(0) == [] and windows.attended(2) == [0, 4, 5, 6, 7, 8]
-    assert windows.kept(2) == [0, 4, 5, 6, 7, 8]
-    narrow = dataclasses.replace(windows, chunks=ChunkConfig(chunk_frames=3, window_frames=3))
-    assert narrow.attended(2) == [6, 7, 8] and narrow.kept(2) == [4, 5, 6, 7, 8]
+    assert [(one.start, one.stop) for one in map(windows.at, range(4))] == [(0, 6), (6, 9), (9, 12), (12, 15)]
+    first, third = windows.at(0), windows.at(2)
+    assert first.chunks == [(0, 3), (3, 6)] and third.chunks == [(9, 12)]
+    assert first.cached == [] and third.cached == [0, 4, 5, 6, 7, 8]
+    assert third.kept == [0, 4, 5, 6, 7, 8]
+    narrow = dataclasses.replace(windows, chunks=ChunkConfig(chunk_frames=3, window_frames=3)).at(2)
+    assert narrow.cached == [6, 7, 8] and narrow.kept == [4, 5, 6, 7, 8]
 
 
 def plain_rollout(student, past, frames, batch, noise, drawn, ranges, chunks) -> list[torch.Tensor]:
@@ -176,7 +177,7 @@ def test_the_sink_and_the_newest_frames_are_kept():
     """Frames 0 to 2 after the first window; 0, 3 and 4 after the second."""
     one = after(trainer(sampler=dataclasses.replace(SAMPLER, chunks=WINDOWED)), 1)
     before = one.method._past.clone()
-    assert before.shape[2] == 3 and one.method.windows.kept(2) == [0, 3, 4]
+    assert before.shape[2] == 3 and one.method.windows.at(2).kept == [0, 3, 4]
     one.step(1)
     same = (one.method._past == before).flatten(3).all(3).all(0).all(0)
     assert same.tolist() == [True, False, False]
@@ -187,11 +188,11 @@ def test_gradient_reaches_the_windows_chunks_alone():
     batch = one.loader.batch(2)
     past = one.method._past[:, :, :5].clone().requires_grad_()
     seen = dataclasses.replace(batch, latent_shape=(16, KNOWN, 2, 2))
-    added = one.method._continue(past, seen, 2, Streams(0, 2), "student")
+    added = one.method._continue(past, seen, one.method.windows.at(2), Streams(0, 2), "student")
     assert added.shape[2] == 2 and added.requires_grad
     (slope,) = torch.autograd.grad(added.sum(), past, allow_unused=True)
     assert slope is None
-    other = one.method._continue(past.detach() + 1, seen, 2, Streams(0, 2), "student")
+    other = one.method._continue(past.detach() + 1, seen, one.method.windows.at(2), Streams(0, 2), "student")
     assert not torch.allclose(added, other)
 
 
@@ -200,13 +201,13 @@ def test_a_window_begins_with_the_image_before_it():
     sampler = dataclasses.replace(SAMPLER, chunks=ChunkConfig(chunk_frames=2))
     one, codec = trainer(dataclasses.replace(CONFIG, teacher_frames=4), sampler, frames=8), tiny_codec()
     first, past = random(2, 16, 1, 2, 2), random(2, 16, 4, 2, 2, seed=4)
-    before = one.method._before(first, past, 1)
+    before = one.method._before(first, past, one.method.windows.at(1))
     clip = torch.cat([first, past[:, :, 1:]], 2)
     assert before.shape[2] == 2 and torch.equal(before[:, :, 1:], past[:, :, 3:])
     torch.testing.assert_close(before[:, :, :1], codec.encode(codec.decode(clip[:, :, :3])[:, :, -1:]))
-    mask = one.method._trained_frames(torch.zeros(1, 16, 4, 2, 2), window=1)
+    mask = one.method._trained_frames(torch.zeros(1, 16, 4, 2, 2), window=one.method.windows.at(1))
     assert mask.flatten().tolist() == [False, False, True, True]
-    assert one.method._trained_frames(torch.zeros(1, 16, 4, 2, 2), window=0) is None
+    assert one.method._trained_frames(torch.zeros(1, 16, 4, 2, 2), window=one.method.windows.at(0)) is None
     after(one, 2)
     assert torch.equal(
         one.method._past[:, :, :4], after(trainer(one.method.config, sampler, frames=8), 1).method._past[:, :, :4]
@@ -234,8 +235,8 @@ def test_a_switch_changes_later_frames_and_not_earlier_ones():
     whole, switched = trainer(), trainer(dataclasses.replace(CONFIG, prompt_switch=1.0))
     same = [whole.step(step) == switched.step(step) for step in range(3)]
     switch = same.index(False)
-    begun = whole.method.windows.start(switch)
-    frames = whole.method.windows.kept(3)
+    begun = whole.method.windows.at(switch).start
+    frames = whole.method.windows.at(3).kept
     left, right = whole.method._past, switched.method._past
     assert switch in (1, 2) and frames == [*range(7)]
     assert torch.equal(left[:, :, :begun], right[:, :, :begun])

@@ -1,7 +1,7 @@
 """The loss of a student that is consistent along the teacher's ODE, and its settings (arXiv:2303.01469)."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -24,7 +24,10 @@ class AlongTeacherConfig:
     teacher_shift: Shift = 5.0
     """Shift of the teacher's noise levels towards noise."""
     huber: Positive = 0.01
-    """Constant c of the loss sqrt(d^2 + c^2) - c per element (arXiv:2310.14189); a large c gives squared error."""
+    """Constant c of the distance sqrt(d^2 + c^2) - c; a large c gives squared error."""
+    distance: Literal["element", "vector"] = "element"
+    """Error d: that of each element, or the root mean square over a sample (a frame, if causal). vector is weighted
+    by the inverse length of the teacher's step (arXiv:2310.14189, where c is 5.4e-4)."""
 
     @property
     def table(self) -> Float[Tensor, " steps_and_0"]:
@@ -60,5 +63,9 @@ def consistency_loss(
         # At sigma 0 the prediction is x_next itself: the boundary condition.
         target = x0_from_velocity(x_next, student.velocity(x_next, sigma_next, batch.cond), sigma_next)
     x0 = x0_from_velocity(x_t, student.velocity(x_t, sigma, batch.cond), sigma)
-    c = config.huber
-    return (((x0 - target).square() + c * c).sqrt() - c).mean()
+    d2, c = (x0 - target).square(), config.huber
+    if config.distance == "element":
+        return ((d2 + c * c).sqrt() - c).mean()
+    d2 = d2.mean((1, 3, 4)) if sigma.ndim == 2 else d2.flatten(1).mean(1)
+    weight = 1 / (config.teacher_steps * (sigma - sigma_next))  # 1 for steps of equal length
+    return (weight.to(d2, non_blocking=True) * ((d2 + c * c).sqrt() - c)).mean()

@@ -30,7 +30,7 @@ LEAST_KL = 1e-4  # coefficient of the KL at an advantage of -advantage_clip
 
 @dataclass(frozen=True)
 class CRDConfig(OldPolicyConfig):
-    """The defaults are the authors' (Flow-Factory's trainer `crd`), without their KL to the reference."""
+    """The defaults are those of Flow-Factory's trainer `crd`, but for old_decay and its KL to the reference."""
 
     beta: Positive = 1.0
     """Factor of the implicit reward, which is fitted to the advantage over twice advantage_clip."""
@@ -44,7 +44,10 @@ class CRDConfig(OldPolicyConfig):
 
 
 class CRD(OldPolicyMethod):
-    """Fit the implicit rewards of each group, less their mean, to its rewards."""
+    """loss = c / beta (d - mean d)^2 of each sample, d = beta (l - l_average) - A / (2 c), the mean that of its group.
+
+    l = `log_likelihood`, l_average that of the moving average; A is the advantage, at most c = advantage_clip.
+    """
 
     config_class = CRDConfig
     roles = {
@@ -63,46 +66,43 @@ class CRD(OldPolicyMethod):
         self.moving_average.update_from(self.student, min(config.moving_decay, decay))
 
     def start_update(self, update: Update) -> LossAt:
-        """Measure the implicit rewards of the update's samples without gradient, for the means of their groups."""
-        beta, clip = self.config.beta, self.config.advantage_clip
+        """Measure the update's samples without gradient, for the means of their groups, and return its losses."""
+        beta, c = self.config.beta, self.config.advantage_clip
         measured = dict(zip(update.levels, self._measure(update), strict=True))
 
         def loss_at(minibatch: Minibatch, s: int, last: bool) -> MinibatchLoss:
             samples = self.noised(update, minibatch, s)
             velocity = self.velocity(self.student, samples)
-            target, gap = measured[s][:, minibatch.rows]
-            residual = beta * log_likelihood(velocity, samples) - target
-            return self.weighted(minibatch, samples, velocity, clip / beta * residual.square(), {"policy_gap": gap})
+            fitted, gap = measured[s][:, minibatch.rows]
+            error = beta * log_likelihood(velocity, samples) - fitted
+            return self.weighted(minibatch, samples, velocity, c / beta * error.square(), {"policy_gap": gap})
 
         return loss_at
 
     @torch.no_grad()
     def _measure(self, update: Update) -> Float[Tensor, "levels 2 rows"]:
-        """Return at each level what beta l of each sample is fitted to, and its distance to the moving average.
+        """Return y + mean d and mean |v - v_average|^2 of each sample: d - mean d = beta l - (y + mean d).
 
-        With the residual d = beta (l - l_average) - A / (2 c), l the likelihood, the update fits d to its mean over
-        the group. A mean is over all ranks, so every rank measures before any trains.
+        A mean is over all ranks, so every rank measures before any trains.
         """
-        mesh, minibatches = update.mesh, update.minibatches
-        passes = [torch.cat([self._pass(update, part, s) for part in minibatches], 1) for s in update.levels]
-        targets, gaps, residuals = torch.stack(passes, 1)  # each [levels, samples of the minibatches]
-        rows, weights = (torch.cat([getattr(part, name) for part in minibatches]) for name in ("rows", "weights"))
+        mesh, parts = update.mesh, update.minibatches
+        passes = [torch.cat([self._pass(update, part, s) for part in parts], 1) for s in update.levels]
+        y, gap, d = torch.stack(passes, 1)  # each [levels, samples of the minibatches]
+        rows, weights = torch.cat([part.rows for part in parts]), torch.cat([part.weights for part in parts])
         ids = torch.tensor(update.samples.batch.prompt_ids)[rows]
-        of_all = (mesh.gather(x.to(residuals.device, non_blocking=True)) for x in (residuals.T, ids, weights))
-        means = group_means(*of_all)[mesh.data_rank * len(rows) :][: len(rows)].T
-        measured = residuals.new_zeros(len(update.levels), 2, len(update.samples.batch))
+        of_all = (mesh.gather(x.to(d.device, non_blocking=True)) for x in (d.T, ids, weights))
+        mean_d = group_means(*of_all)[mesh.data_rank * len(rows) :][: len(rows)].T
+        measured = d.new_zeros(len(update.levels), 2, len(update.samples.batch))
         real = (weights > 0).nonzero().flatten()  # rows of padding stand for others
-        measured[:, :, rows[real]] = torch.stack([targets + means, gaps], 1)[:, :, real]
+        measured[:, :, rows[real]] = torch.stack([y + mean_d, gap], 1)[:, :, real]
         return measured
 
     def _pass(self, update: Update, minibatch: Minibatch, s: int) -> Float[Tensor, "3 m"]:
-        """Return target without the group's mean, distance and residual of each sample of a minibatch."""
-        samples = self.noised(update, minibatch, s)
-        velocity, average = (self.velocity(role, samples) for role in (self.student, self.moving_average))
-        target = self.config.beta * log_likelihood(average, samples)
-        target = target + samples.advantages / (2 * self.config.advantage_clip)
-        residual = self.config.beta * log_likelihood(velocity, samples) - target
-        return torch.stack([target, velocity_kl(velocity, average).to(target), residual])
+        """Return y = beta l_average + A / (2 c), mean |v - v_average|^2 and d = beta l - y of a minibatch's samples."""
+        samples, beta = self.noised(update, minibatch, s), self.config.beta
+        v, v_average = (self.velocity(role, samples) for role in (self.student, self.moving_average))
+        y = beta * log_likelihood(v_average, samples) + samples.advantages / (2 * self.config.advantage_clip)
+        return torch.stack([y, velocity_kl(v, v_average).to(y), beta * log_likelihood(v, samples) - y])
 
     def kl_coefficient(self, samples: NoisedSamples) -> PerSample:
         """Return LEAST_KL for the worst sample that there can be up to kl_coefficient for the best."""

@@ -135,6 +135,7 @@ class Direction:
     compared: dict[str, Latents]  # x_tau, and the x0 that teacher (real) and critic (fake) predict from it
     gan_loss: PerSample | None = None  # of a discriminator
     gan_gradient: Latents | None = None  # of its mean with respect to the samples
+    is_distance: bool = True  # whether 1/2 mean g^2 is a distance of teacher and critic, logged as dmd_loss
 
 
 FindDirection = Callable[[Latents, Batch, Streams], Direction]  # of the student's samples
@@ -178,7 +179,7 @@ class DistributionMatching:
         direction = self.direction(x0, batch, rng)
         loss = distribution_matching_loss(x0, direction.gradient, mask)
         metrics = {} if direction.gan_loss is None else {"gan_loss": direction.gan_loss}
-        metrics |= {"dmd_loss": loss.detach(), **direction.metrics}
+        metrics |= direction.metrics | ({"dmd_loss": loss.detach()} if direction.is_distance else {})
         gan = None if direction.gan_gradient is None else (x0 * direction.gan_gradient).sum()
         return loss, gan, direction.weight, metrics
 

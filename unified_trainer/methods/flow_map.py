@@ -17,6 +17,7 @@ from unified_trainer.numerics.flow import (
     add_noise,
     per_sample,
     sample_mean,
+    shift_sigma,
     unshift_sigma,
 )
 from unified_trainer.parallel.mesh import Mesh
@@ -33,6 +34,8 @@ class FlowMapConfig(SingleUpdateConfig):
     """Steps of the teacher's ODE between noise level 1 and 0. The student learns where that ODE leads."""
     shift: Shift = 5.0
     """Shift of the noise levels towards noise: of those that are drawn, and of the teacher's steps."""
+    level_draws: Annotated[int, at_least(1, 100)] = 1
+    """Uniform numbers of which the largest, shifted, is t; AnyFlow takes 2, which draws more levels near noise."""
     equal_share: Fraction = 0.5
     """Share of samples whose step has no length, r = t: they learn the teacher's velocity."""
     clean_share: Fraction = 0.25
@@ -62,13 +65,14 @@ class FlowMapConfig(SingleUpdateConfig):
     @property
     def law(self) -> ShiftedUniform:
         """Law of the noise levels t."""
-        return ShiftedUniform(self.shift)
+        return ShiftedUniform(self.shift, self.level_draws)
 
 
 class FlowMap(Method):
-    """loss = mean w |u(x_t, t, r) - sg target|^2, w = sg 1 / (mean |u - target|^2 + c)^p for each sample.
+    """loss = mean w |u - sg y|^2, w = sg 1 / (mean |u - y|^2 + c)^p for each sample, u = u(x_t, t, r).
 
-    The target follows from the MeanFlow identity along one Euler step of the guided teacher: `mean_flow_target`.
+    y = v - (t' - r) (u - u') / (t - t') is the target of MeanFlow along one Euler step of the guided teacher, from x_t
+    with velocity v to x' = x_t - (t - t') v; u' = u(x', t', r).
     """
 
     config_class = FlowMapConfig
@@ -83,7 +87,8 @@ class FlowMap(Method):
         config, ids = self.config, batch.sample_ids
         t, weight = self.student.draw_noise_levels("level", ids, rng, config.law, self.teacher)
         r = self._ends(t, rng.uniform("end", ids), rng.uniform("kind of step", ids))
-        t_next = torch.maximum(config.law((unshift_sigma(t, config.shift) - 1 / config.teacher_steps).clamp(min=0)), r)
+        below = (unshift_sigma(t, config.shift) - 1 / config.teacher_steps).clamp(min=0)
+        t_next = torch.maximum(shift_sigma(below, config.shift), r)
         noise = rng.noise("noise", ids, batch.latent_shape).to(batch.latents)
         x_t, cond = add_noise(batch.latents, noise, t), ending_at(batch.cond, r[:, None])
         with torch.no_grad():
@@ -91,26 +96,24 @@ class FlowMap(Method):
             x_next = x_t - per_sample(t - t_next, x_t) * v
             u_next = self.student.velocity(x_next, t_next, cond)
         u = self.student.velocity(x_t, t, cond)
-        error = u - mean_flow_target(u.detach(), u_next, v, t, t_next, r)
-        squared = sample_mean(error.square())
-        loss = (squared / (squared.detach() + config.offset) ** config.power).mean()
-        yield Loss("student", weight * loss, metrics={"loss": squared.detach().mean()})
+        y = mean_flow_target(u.detach(), u_next, v, t, t_next, r)
+        error = sample_mean((u - y).square())
+        loss = (error / (error.detach() + config.offset) ** config.power).mean()
+        yield Loss("student", weight * loss, metrics={"loss": error.detach().mean()})
 
     def _ends(self, t: PerSample, u: PerSample, kind: PerSample) -> PerSample:
         """Return r for each sample: t, 0, or below t, evenly before the shift."""
         config = self.config
-        r = torch.minimum(config.law(u * unshift_sigma(t, config.shift)), t)
+        r = torch.minimum(shift_sigma(u * unshift_sigma(t, config.shift), config.shift), t)
         r = torch.where(kind < config.equal_share + config.clean_share, 0.0, r)
         return torch.where(kind < config.equal_share, t, r)
 
 
 def mean_flow_target(u: Latents, u_next: Latents, v: Latents, t: PerSample, t_next: PerSample, r: PerSample) -> Latents:
-    """Return v - (t' - r) (u - u') / (t - t'), the target v - (t - r) du/dt of MeanFlow with a backward difference.
+    """Return y = v - k (u - u'), k = (t' - r) / (t - t'): v - (t - r) du/dt of MeanFlow with a backward difference.
 
-    u' = u(x', t', r) at t' = t_next in [r, t] and x' one Euler step of v below x_t. With t' in place of the first t,
-    u equals its target where (t - r) u = (t - t') v + (t' - r) u': the step is that of the Euler steps. At t = r the
-    target is v.
+    The error is u - y = (t - r) / (t - t') (u - m) with m = ((t - t') v + (t' - r) u') / (t - r), the mean velocity of
+    the step to t' = t_next in [r, t] and of u' after it: it is 0 where u = m. At t = r, y = v.
     """
-    steps = torch.where(t_next > r, (t_next - r) / (t - t_next), 0.0)
-    slope = torch.where(per_sample(steps, u) > 0, u - u_next, 0.0)  # a known frame has no velocity at noise level 0
-    return v - per_sample(steps, u) * slope
+    k = per_sample(torch.where(t_next > r, (t_next - r) / (t - t_next), 0.0), u)
+    return v - k * torch.where(k > 0, u - u_next, 0.0)  # where k = 0, u' of a known frame is no number

@@ -50,7 +50,10 @@ class DirectedMethod(MatchingMethod, shared=True):
 
 
 class ScoreIdentity:
-    """The gradient of `score_identity_loss` through teacher and critic to the samples."""
+    """g = numel dL/dx, so that the samples' gradient g / numel is that of L = `score_identity_loss`(x, r, f, alpha).
+
+    r and f are the x0 of teacher and critic at x_tau. 1/2 mean g^2 measures nothing, and L is logged as sid_loss.
+    """
 
     def __init__(self, config: MatchingConfig, teacher: Frozen, critic: Critic) -> None:
         self.config, self.teacher, self.critic = config, teacher, critic
@@ -59,21 +62,19 @@ class ScoreIdentity:
     def __call__(self, x0: Latents, batch: Batch, rng: Streams) -> Direction:
         config = self.config
         noise = rng.noise("student tau noise", batch.sample_ids, batch.latent_shape).to(x0)
-        sigma, weight = self.critic.draw_noise_levels(
-            "student tau", batch.sample_ids, rng, config.tau_law, self.teacher
-        )
+        tau, weight = self.critic.draw_noise_levels("student tau", batch.sample_ids, rng, config.tau_law, self.teacher)
         with torch.enable_grad():
             x = x0.detach().requires_grad_()
-            x_tau = add_noise(x, noise, sigma)
-            guided = self.teacher.guided_velocity(x_tau, sigma, batch.cond, batch.uncond, config.guidance_scale)
-            velocity = self.critic.velocity(x_tau, sigma, batch.cond)
-            real, fake = (x0_from_velocity(x_tau, v, sigma) for v in (guided, velocity))
-            loss = score_identity_loss(x, real, fake, config.sid_alpha)
+            x_tau = add_noise(x, noise, tau)
+            v_r = self.teacher.guided_velocity(x_tau, tau, batch.cond, batch.uncond, config.guidance_scale)
+            v_f = self.critic.velocity(x_tau, tau, batch.cond)
+            r, f = (x0_from_velocity(x_tau, v, tau) for v in (v_r, v_f))
+            loss = score_identity_loss(x, r, f, config.sid_alpha)
             (slope,) = torch.autograd.grad(loss.sum(), x)  # the weights of teacher and critic get none
-        elements = x[0].numel()  # `distribution_matching_loss` divides by it again
-        metrics = score_metrics(velocity.detach(), guided.detach(), noise - x0.detach(), (fake - real).detach(), sigma)
-        compared = {"x_tau": x_tau.detach(), "real": real.detach(), "fake": fake.detach()}
-        return Direction(elements * slope, weight, {"sid_loss": loss.detach(), **metrics}, sigma, compared)
+        metrics = score_metrics(v_f.detach(), v_r.detach(), noise - x0.detach(), (f - r).detach(), tau)
+        metrics["sid_loss"] = loss.detach()
+        compared = {"x_tau": x_tau.detach(), "real": r.detach(), "fake": f.detach()}
+        return Direction(x[0].numel() * slope, weight, metrics, tau, compared, is_distance=False)
 
 
 class Decoupled:
@@ -115,14 +116,12 @@ class Decoupled:
 
 
 def score_identity_loss(
-    x0: Float[Tensor, "b ..."], real: Float[Tensor, "b ..."], fake: Float[Tensor, "b ..."], alpha: float
+    x: Float[Tensor, "b ..."], r: Float[Tensor, "b ..."], f: Float[Tensor, "b ..."], alpha: float
 ) -> Float[Tensor, " b"]:
-    """Return mean((r - f)((r - x) - alpha (r - f))) / mean |x - r| of each sample (SiD, arXiv:2404.04057).
+    """Return mean (r - f) ((r - x) - alpha (r - f)) / mean |x - r| of each sample (SiD, arXiv:2404.04057).
 
-    r and f are the x0 that teacher and critic predict; all three carry a gradient, the divisor does not. The numerator
-    is (1 - alpha) |r - f|^2 + (r - f)(f - x).
+    x, r and f carry a gradient, the divisor does not. The numerator is (1 - alpha) |r - f|^2 + (r - f) (f - x).
     """
-    x0, real, fake = promote(x0), promote(real), promote(fake)
-    width = sample_mean((x0 - real).detach().abs()).to(x0)
-    terms = (real - fake) * ((real - x0) - alpha * (real - fake)) / per_sample(width, x0)
-    return terms.flatten(1).mean(1)
+    x, r, f = promote(x), promote(r), promote(f)
+    width = sample_mean((x - r).detach().abs()).to(x)
+    return ((r - f) * ((r - x) - alpha * (r - f)) / per_sample(width, x)).flatten(1).mean(1)

@@ -14,7 +14,7 @@ from unified_trainer.basics.ranges import Fraction
 from unified_trainer.basics.types import Batch, Latents, take_frames, take_rows
 from unified_trainer.data.loader import Loader
 from unified_trainer.methods.base import Loss
-from unified_trainer.methods.chunk_matching import WindowMatchingConfig, beginning_at, image_latent
+from unified_trainer.methods.chunk_matching import WindowMatchingConfig, beginning_at, image_latent, trained_frames
 from unified_trainer.methods.distribution_matching import matching_losses
 from unified_trainer.methods.score_directions import DirectedMethod
 from unified_trainer.models.base import Codec
@@ -32,6 +32,17 @@ class StreamingTuningConfig(WindowMatchingConfig):
     prompt_switch: Fraction = 1.0
     """Chance that the prompts of the streams change once, before a window that is drawn among the later ones."""
     continues_samples: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of a stream, which one training step generates, in latent frames from the start of the stream."""
+
+    start: int  # first frame that is generated
+    stop: int  # behind the last; teacher and critic see a clip that ends here
+    chunks: list[tuple[int, int]]  # (start, stop) of each chunk that is generated
+    cached: list[int]  # finished frames in the KV cache
+    kept: list[int]  # finished frames that are needed: those cached, and the clip before without its first frame
 
 
 @dataclass(frozen=True)
@@ -54,39 +65,24 @@ class Windows:
     @property
     def count(self) -> int:
         """Windows of a stream."""
-        return 1 + (self.frames - self.known) // self.added if self.frames > self.known else 1
+        return 1 + max(0, self.frames - self.known) // max(1, self.added)
 
     def number(self, step: int) -> int:
-        """Return the window of a training step, 0 where the streams begin.
+        """Return (step mod n) mod N, the window of a training step: a stream has N = count windows.
 
-        Where the number of windows and the steps between two updates of the student have a common divisor, a shorter
-        stream follows each whole one, so that the updates reach every window.
+        n >= N is the least number that has no common divisor with student_every, so that the updates of the student
+        reach every window: where n > N, a shorter stream follows each whole one.
         """
-        lengths = range(self.count, self.count + self.student_every)
-        cycle = next(length for length in lengths if math.gcd(length, self.student_every) == 1)
-        return step % cycle % self.count
+        n = next(n for n in range(self.count, self.count + self.student_every) if math.gcd(n, self.student_every) == 1)
+        return step % n % self.count
 
-    def start(self, window: int) -> int:
-        """Return the first latent frame that a window generates."""
-        return 0 if window == 0 else self.known + (window - 1) * self.added
-
-    def ranges(self, window: int) -> list[tuple[int, int]]:
-        """Return (start, stop) of the chunks that a window generates, from its first one on."""
-        size = self.chunks.chunk_frames
-        if window == 0:
-            return self.chunks.ranges(self.known)
-        return [(start, start + size) for start in range(0, self.added, size)]
-
-    def attended(self, window: int) -> list[int]:
-        """Return the finished frames in the KV cache before a window."""
-        if window == 0:
-            return []
-        return self.chunks.visible_frames(self.start(window) + self.chunks.chunk_frames)[-1]
-
-    def kept(self, window: int) -> list[int]:
-        """Return the finished frames that a window needs: those in its KV cache, and the newest of the clip before."""
-        start = self.start(window)
-        return sorted({*self.attended(window), *range(max(0, start - self.known + 1), start)})
+    def at(self, number: int) -> Window:
+        """Return a window by its number."""
+        start, stop = self.known + (number - 1) * self.added if number else 0, self.known + number * self.added
+        ranges = [(first, last) for first, last in self.chunks.ranges(stop) if first >= start]
+        cached = self.chunks.visible_frames(ranges[0][1])[-1]
+        kept = sorted({*cached, *range(max(0, start - self.known + 1), start)})
+        return Window(start, stop, ranges, cached, kept)
 
 
 class StreamingTuning(DirectedMethod):
@@ -104,16 +100,16 @@ class StreamingTuning(DirectedMethod):
         channels, frames, *size = self.loader.latent_shape
         known = min(config.teacher_frames, frames)
         self.windows = Windows(sampler.chunks, frames, known, config.student_every)
-        longest = max(len(self.windows.kept(window)) for window in range(self.windows.count))
+        longest = max(len(self.windows.at(number).kept) for number in range(self.windows.count))
         self._own = self.loader.rows(0)[1]  # ids of this rank's samples
-        # Of this rank's streams: the frames of `Windows.kept`, and the first frame of the newest window.
+        # Of this rank's streams: the frames `Window.kept`, and the first frame of the newest clip.
         self._past = torch.zeros(len(self._own), channels, longest, *size, device=self.student.device)
         self._first = torch.zeros(len(self._own), channels, 1, *size, device=self.student.device)
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
-        window, (channels, _, height, width) = self.windows.number(step), batch.latent_shape
+        window, (channels, _, height, width) = self.windows.at(self.windows.number(step)), batch.latent_shape
         batch = replace(self._prompted(batch, step, rng), latent_shape=(channels, self.windows.known, height, width))
-        past = self._of(batch, self._past)[:, :, : len(self.windows.kept(window))]
+        past = self._of(batch, self._past)[:, :, : len(window.kept)]
         before = self._before(self._of(batch, self._first), past, window)
         streams = [past]
 
@@ -125,8 +121,8 @@ class StreamingTuning(DirectedMethod):
         mask = partial(self._trained_frames, window=window)
         seen_as = partial(beginning_at, self.codec)
         yield from matching_losses(self.config, self.matching, step, batch, rng, sample, mask, seen_as)
-        if (following := self.windows.number(step + 1)) > 0:
-            self._keep(batch, before, streams[0], following)
+        if following := self.windows.number(step + 1):
+            self._keep(batch, before if window.start else streams[0], streams[0], window, self.windows.at(following))
 
     def _prompted(self, batch: Batch, step: int, rng: Streams) -> Batch:
         """Return the samples of a step with the prompts in force: those of the step where they began or changed."""
@@ -141,58 +137,52 @@ class StreamingTuning(DirectedMethod):
         rows, ids = self.loader.rows(since)
         return self.loader.batch_of([rows[ids.index(each)] for each in batch.sample_ids], list(batch.sample_ids))
 
-    def _continue(self, past: PastFrames, batch: Batch, window: int, rng: Streams, purpose: str) -> Latents:
+    def _continue(self, past: PastFrames, batch: Batch, window: Window, rng: Streams, purpose: str) -> Latents:
         """Generate a window's chunks, with gradient; they attend to a KV cache of the past under the prompts in force.
 
         The cache is computed from latents in every step: it fits the weights and the prompts of now, as after the KV
         recache of LongLive, and a resumed run has the same.
         """
         channels, _, *size = batch.latent_shape
-        ranges = self.windows.ranges(window)
-        frames = ranges[-1][1]
+        frames, ranges = window.stop - window.start, [(a - window.start, b - window.start) for a, b in window.chunks]
 
         def draw(name: str | int, length: int = frames) -> Latents:
             shape = (channels, length, *size)
             return rng.noise(f"{purpose} {name}", batch.sample_ids, shape).to(self.student.device)
 
-        stop, attended, kept = self.windows.start(window + 1), self.windows.attended(window), self.windows.kept(window)
-        exits = self.config.exits(self.student, self.sampler, stop, rng)[-len(ranges) :]
-        context = take_frames(past, [kept.index(frame) for frame in attended])
-        of_past = partial(draw, length=len(attended))
+        exits = self.config.exits(self.student, self.sampler, window.stop, rng)[-len(ranges) :]
+        cached = take_frames(past, [window.kept.index(frame) for frame in window.cached])
+        of_past = partial(draw, length=len(window.cached))
         cache = recomputed_cache(
-            self.student, context, attended, batch, self.sampler, lambda s: of_past(f"past {s}"), exits
+            self.student, cached, window.cached, batch, self.sampler, lambda s: of_past(f"past {s}"), exits
         )
         first = frames - self.config.gradient_frames
         return torch.cat(list(next_chunks(cache, draw("noise"), self.sampler, draw, ranges, exits, first)), 2)
 
-    def _before(self, first: Latents, past: PastFrames, window: int) -> Float[Tensor, "b c before h w"]:
-        """Return the frames of a window before those that it generates: an image latent and finished frames.
+    def _before(self, first: Latents, past: PastFrames, window: Window) -> Float[Tensor, "b c before h w"]:
+        """Return frames stop - known to start, an image latent and finished frames: a window's clip begins with them.
 
-        The image is the last one before these frames in the clip that teacher and critic saw in the step before.
+        The clip of the step before has frames start - known to start, the first of them `first`. The image is its last
+        pixel frame up to frame stop - known.
         """
-        if window == 0:
+        if window.start == 0:
             return past
-        between = self.windows.known - 1 - self.windows.added
         clip = torch.cat([first, past[:, :, past.shape[2] - self.windows.known + 1 :]], 2)
-        seen, rest = clip.split([self.windows.known - between, between], 2)
-        image = image_latent(self.codec, seen, self.sampler.chunks.chunk_frames)
-        return torch.cat([image.to(rest), rest], 2)
+        seen, rest = clip.tensor_split([window.stop - window.start + 1], 2)
+        return torch.cat([image_latent(self.codec, seen, self.sampler.chunks.chunk_frames).to(rest), rest], 2)
 
-    def _trained_frames(self, x0: Latents, *, window: int) -> Tensor | None:
-        """Return which of a window's frames have a gradient, or None for all; only generated ones have."""
-        ranges = self.windows.ranges(window)
-        frames = ranges[-1][1]
-        trained = [start >= frames - self.config.gradient_frames for start, stop in ranges for _ in range(start, stop)]
-        trained = [False] * (x0.shape[2] - frames) + trained
-        return None if all(trained) else torch.tensor(trained, device=x0.device)[:, None, None]
+    def _trained_frames(self, x0: Latents, *, window: Window) -> Tensor | None:
+        """Return which of a clip's frames have a gradient, or None for all; only generated ones have."""
+        first = max(window.start, window.stop - self.config.gradient_frames)
+        mask = trained_frames(self.sampler.chunks, window.stop, first, x0.device)
+        return None if mask is None else mask[-x0.shape[2] :]
 
-    def _keep(self, batch: Batch, before: PastFrames, stream: Latents, following: int) -> None:
-        """Keep what the next window needs of streams whose frames are `stream`."""
-        window = following - 1
-        frames = [*self.windows.kept(window), *range(self.windows.start(window), self.windows.start(following))]
-        kept = self.windows.kept(following)
-        self._of(batch, self._past)[:, :, : len(kept)] = take_frames(stream, [frames.index(frame) for frame in kept])
-        self._of(batch, self._first)[:] = (before if window else stream)[:, :, :1]
+    def _keep(self, batch: Batch, clip: PastFrames, stream: Latents, window: Window, following: Window) -> None:
+        """Keep what the next window needs: of the stream's frames, and of a clip's the first one."""
+        frames = [*window.kept, *range(window.start, window.stop)]
+        kept = take_frames(stream, [frames.index(frame) for frame in following.kept])
+        self._of(batch, self._past)[:, :, : len(following.kept)] = kept
+        self._of(batch, self._first)[:] = clip[:, :, :1]
 
     def _of(self, batch: Batch, x: Tensor) -> Tensor:
         """Return a view of the rows of consecutive samples."""

@@ -48,17 +48,18 @@ class NoiseLevelLaw(Protocol):
 
 @dataclass(frozen=True)
 class ShiftedUniform:
-    """Shifted uniform noise levels: sigma = shift_sigma(u, shift)."""
+    """Shifted noise levels: sigma = shift_sigma(U, shift), U the largest of `draws` uniform numbers."""
 
     shift: float  # s of `shift_sigma`
+    draws: int = 1
 
     def __call__(self, u: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """Return sigma = shift_sigma(u, shift) in [0, 1)."""
-        return shift_sigma(u, self.shift)
+        """Return sigma = shift_sigma(U, shift) in [0, 1), where U = u^(1 / draws)."""
+        return shift_sigma(u ** (1 / self.draws), self.shift)
 
     def share_above(self, sigma: float) -> float:
-        """Return P(drawn level >= sigma) = 1 - unshift_sigma(sigma, shift)."""
-        return 1 - unshift_sigma(sigma, self.shift)
+        """Return P(drawn level >= sigma) = 1 - unshift_sigma(sigma, shift)^draws."""
+        return 1 - unshift_sigma(sigma, self.shift) ** self.draws
 
 
 @dataclass(frozen=True)

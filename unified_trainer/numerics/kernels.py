@@ -128,18 +128,18 @@ class Policy:
 
 @dataclass(frozen=True)
 class CappedPolicy(Policy):
-    """A policy of kernel dance or flow whose transitions have a standard deviation of at most `std_cap`.
+    """A policy of kernel dance or flow with std = min(level, c / std_1) std_1, at most c = `std_cap`.
 
-    The diffusion is cut to std_cap / sqrt(-dt), as in LongCat-Video's truncated noise schedule (arXiv:2510.22200).
+    std_1 = s sqrt(-dt) is the standard deviation at level 1: LongCat-Video's truncated noise (arXiv:2510.22200).
     """
 
     std_cap: float = math.inf
 
     def level_at(self, s: int) -> float:
-        """Return the noise strength of transition s, to which its standard deviation is proportional."""
-        sigma, sigma_next = self.sigmas[s], self.sigmas[s + 1]
-        of_one = _diffusion(self.kernel, sigma, 1.0, self.sigmas[1]) * (sigma - sigma_next).sqrt()
-        return min(self.level, self.std_cap / float(of_one))
+        """Return min(level, c / std_1) of transition s."""
+        sigma, dt = self.sigmas[s], self.sigmas[s + 1] - self.sigmas[s]
+        std_1 = _diffusion(self.kernel, sigma, 1.0, self.sigmas[1]) * (-dt).sqrt()
+        return min(self.level, self.std_cap / float(std_1))
 
 
 def _needed(kernel: Kernel, sigma_max: Sigma | None) -> Tensor:
