@@ -26,7 +26,7 @@ def test_a_python_for_a_scorer_of_this_package_is_named(capsys):
     """Its kind is no code, so nothing asks for trust."""
     words = [*SMALL["dance_grpo"], "--reward.python", sys.executable, "--output", "run"]
     assert main(words) == 2
-    assert "reward.python runs scorers of files: reward.kind must be" in capsys.readouterr().err
+    assert "reward.python is for scorers of files: reward.kind must be" in capsys.readouterr().err
 
 
 def test_an_answer_that_cannot_be_written_is_asked_for_again(monkeypatch):

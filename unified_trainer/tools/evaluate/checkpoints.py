@@ -109,6 +109,8 @@ class _Parsed:
     @classmethod
     def of(cls, text: str) -> "_Parsed":
         """Parse a text; an existing folder with the whole text as its name is the place."""
+        if "://" in text:
+            raise UserError(f"{text} is an address: evaluate reads runs and model folders of this machine")
         match = None if Path(text).is_dir() else SPEC.fullmatch(text)
         parts = (
             match.groupdict(default="") if match else dict.fromkeys(("step", "weights", "own"), "") | {"place": text}
