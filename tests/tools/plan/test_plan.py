@@ -320,3 +320,21 @@ def test_a_price_and_copies_on_nodes(capsys):
     said = capsys.readouterr().out
     assert "on 20 cards, of which workers have 4" in said and "at 2.5 for a card and hour" in said
     assert "with a copy on every node" in said and "--parallel.replicate 0 --parallel.shard 8" in said
+
+
+@pytest.mark.slow
+def test_each_bucket_is_counted_and_memory_is_that_of_the_largest(capsys, monkeypatch):
+    """Tokens of a step are those of each shape; a run of the largest bucket alone needs as much memory."""
+    monkeypatch.setattr(memory, "pass_bytes", lambda _network, latent, *_, **_named: PassBytes(*[4e8 * latent[1]] * 4))
+    monkeypatch.setattr(memory, "decode_bytes", lambda *_, **_named: 4e9)
+    words = ["plan", "--method", "finetune", "--recipe", "wan2.1-1.3b", "--hardware", "8xH200", "--json"]
+    found = []
+    for more in (["--data.buckets", "17x480x832", "49x480x832"], ["--video.frames", "49"]):
+        assert main([*words, "--data.path", "videos", "--validate-every", "0", *more]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    buckets, alone = found[0]["estimated"]["buckets"], found[1]
+    assert found[0]["computed"]["totals"] == alone["computed"]["totals"]
+    assert buckets["49x480x832"]["tokens"] / buckets["17x480x832"]["tokens"] == pytest.approx(13 / 5)
+    assert buckets["49x480x832"]["model_flops"] == alone["computed"]["model_flops_of_a_step"]
+    assert buckets["49x480x832"]["seconds"] == alone["estimated"]["seconds_of_a_step"]
+    assert buckets["17x480x832"]["seconds"] < buckets["49x480x832"]["seconds"] and "buckets" not in alone["estimated"]
