@@ -21,7 +21,8 @@ def sizes_of(data: DataConfig, video: VideoConfig) -> Sizes:
     found = [(text, SIZE.fullmatch(text)) for text in data.buckets]
     if wrong := [text for text, size in found if size is None]:
         raise UserError(f"data.buckets: {wrong[0]!r} is no size: write FRAMESxHEIGHTxWIDTH, such as 49x480x832")
-    return tuple(VideoConfig(*map(int, size.groups()), video.fps) for _, size in found if size) or (video,)
+    made = (VideoConfig(int(size[1]), int(size[2]), int(size[3]), video.fps) for _, size in found if size)
+    return tuple(made) or (video,)
 
 
 def fitting(sizes: Sequence[VideoConfig], frames: int, height: float, width: float) -> VideoConfig | None:
@@ -41,7 +42,7 @@ def fitting(sizes: Sequence[VideoConfig], frames: int, height: float, width: flo
 class BucketClips(Clips):
     """A source of captions with clean latents of several shapes in memory."""
 
-    encoded: Sequence[Float[Tensor, "_ _ _ _"]]  # type: ignore[assignment]
+    encoded: Sequence[Float[Tensor, "_ _ _ _"]]
 
     def latents(self, indices: list[int]) -> Float[Tensor, "b c t h w"]:
         return torch.stack([self.encoded[clip] for clip in self._clips(indices)])

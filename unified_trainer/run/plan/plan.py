@@ -327,10 +327,9 @@ def _check_length(run: RunConfig, batch: BatchPlan, roles: Mapping[str, RolePlan
 
 
 def checked_shape(run: RunConfig, latent_shape: Callable[[int, int, int], Shape], bucket: str = "") -> Shape:
-    """Return the latent shape of a run's videos; `bucket` is its name in messages.
+    """Return the latent shape of a run's videos, or of those of a `bucket`, which messages then name.
 
-    Raise UserError for a size that the student cannot make, chunks that do not divide it, and attention that no policy
-    can have.
+    Raise UserError for a size that the student cannot make, with chunks that do not fit, or for unfit attention.
     """
     try:
         shape = latent_shape(run.video.frames, run.video.height, run.video.width)

@@ -214,7 +214,8 @@ def _write_videos(
                     continue
                 facts.append(clip.facts)
                 raw = codec.encode_raw(to_video(clip.frames))[0]
-                made = VideoConfig(*clip.frames.shape[:3], fps)
+                frames, height, width, _ = clip.frames.shape
+                made = VideoConfig(frames, height, width, fps)
                 for name, caption in video.rows:
                     if name not in done:
                         row = t2v_row(name, caption, raw, made) | text_of(prompts[caption], codec)
