@@ -1,8 +1,9 @@
 """How the samples of a training step divide into updates, ranks and micro-batches."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.suggestions import multiples_near
@@ -16,6 +17,7 @@ class Position:
     prompts: int = 0  # that they took
     # Of row groups in batches so far: the prompts taken before, the prompts of a batch, and its lanes.
     layouts: Sequence[Sequence[int]] = ()
+    buckets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # the position in each shape of clips
 
 
 @dataclass(frozen=True)

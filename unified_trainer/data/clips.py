@@ -48,6 +48,9 @@ class DataConfig:
     rejected: Annotated[str, READS] = ""
     """Parquet file or folder with the clips that people or a reward preferred less: row by row the rejected one for the
     clip of data.path with the same id and caption. If path is tiny, clips of another subject."""
+    buckets: tuple[Text, ...] = ()
+    """Sizes of the clips of one run, each FRAMESxHEIGHTxWIDTH, such as 49x480x832 49x832x480. A clip goes to the one
+    that suits its aspect ratio and length, and a batch has clips of one. video.* is then the size of validations."""
     first_frame: bool = False
     """Condition each clip on its first frame, where the student can do with and without an image (Wan2.2 TI2V). A
     student that needs an image always gets it."""
@@ -81,6 +84,11 @@ class Clips:
     def latents(self, indices: list[int]) -> Float[Tensor, "b c t h w"]:
         """Return the normalised latents of these rows."""
         return take_rows(self.encoded, self._clips(indices))
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of the latents of each row."""
+        return tuple(tuple(self.encoded[clip].shape) for clip in self._clips([*range(len(self))]))
 
     def rejected(self, indices: list[int]) -> Float[Tensor, "b c t h w"] | None:
         """Return the normalised latents of the clips that are preferred less; None for single clips."""

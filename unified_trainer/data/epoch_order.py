@@ -1,10 +1,25 @@
 """The order of the rows in an epoch: every row once, as a function of the seed and the epoch alone."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from unified_trainer.parallel.random import generator
+
+
+class Epochs(NamedTuple):
+    """Rows, epoch after epoch."""
+
+    order: Callable[[int], np.ndarray]  # epoch -> its rows
+    size: int  # rows of an epoch
+
+    def rows(self, first: int, count: int) -> list[int]:
+        """Return `count` rows from position `first` on."""
+        epochs = range(first // self.size, (first + count - 1) // self.size + 1)
+        rows = [row for epoch in epochs for row in self.order(epoch).tolist()]
+        start = first - epochs.start * self.size
+        return rows[start : start + count]
 
 
 def in_file_order(epoch: int, *, size: int) -> np.ndarray:

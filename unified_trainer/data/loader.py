@@ -15,7 +15,7 @@ from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Batch, Condition, Trajectory
 from unified_trainer.data.batch_plan import BatchPlan, Position
 from unified_trainer.data.clips import Clips
-from unified_trainer.data.epoch_order import in_file_order, one_of_each, shuffled, shuffled_by_row_groups
+from unified_trainer.data.epoch_order import Epochs, in_file_order, one_of_each, shuffled, shuffled_by_row_groups
 from unified_trainer.models.base import Codec, ImageEncoder, JointEncoder
 from unified_trainer.numerics.advantages import curriculum
 from unified_trainer.parallel.mesh import Mesh
@@ -108,23 +108,34 @@ class Loader:
 
     def go_on(self, position: Position) -> None:
         """Let the batches follow on those before a position, of whatever sizes they were."""
-        size, layouts = len(self._source), list(position.layouts)
+        begun = self._laid_out(position)
+        self._plan = replace(self._plan, begun=begun)
+        self._epochs = self._epochs_of(np.arange(len(self._source)), begun.layouts)
+
+    def _laid_out(self, position: Position) -> Position:
+        """Return a position with the layout of the present batches, if row groups are read."""
+        layouts = list(position.layouts)
         if self._stored is not None:
             layout = [self._plan.prompts, self._stored.lanes]
             if not layouts or list(layouts[-1][1:]) != layout:
                 layouts.append([position.prompts if layouts else 0, *layout])
-        self._plan = replace(self._plan, begun=replace(position, layouts=layouts))
+        return replace(position, layouts=layouts)
+
+    def _epochs_of(self, rows: np.ndarray, layouts: Sequence[Sequence[int]]) -> Epochs:
+        """Return the epochs of these rows of the source, in rising order."""
+        size = len(rows)
         if not self._shuffle:
             order = partial(in_file_order, size=size)
         elif self._stored is None:
             order = partial(shuffled, seed=self._seed, size=size)
         else:
-            groups = self._stored.row_groups
+            groups = np.diff(np.searchsorted(rows, np.cumsum([0, *self._stored.row_groups]))).tolist()
             order = partial(shuffled_by_row_groups, seed=self._seed, row_groups=groups, layouts=layouts)
-        clip_of = self._source.clip_of if isinstance(self._source, Clips) else ()
+        known = self._source.clip_of if isinstance(self._source, Clips) else ()
+        clip_of = [known[row] for row in rows] if known else []
         if len({*clip_of}) < len(clip_of):
             order, size = partial(one_of_each, order=order, clip_of=clip_of, seed=self._seed), len({*clip_of})
-        self._order, self._epoch_size = lru_cache(maxsize=2)(order), size  # of an epoch
+        return Epochs(lru_cache(maxsize=2)(lambda epoch: rows[order(epoch)]), size)
 
     def position(self, step: int) -> Position:
         """Return where the data are after `step` training steps; `go_on` continues from there."""
@@ -157,10 +168,7 @@ class Loader:
 
     def prompts(self, steps: int) -> list[str]:
         """Return the negative prompt, and the prompts to encode for the batches that this many steps can hold."""
-        rows: Sequence[int] = range(len(self._source))
-        drawn, size = self._plan.prompts_before(steps), self._epoch_size
-        if not (self._plan.by_failures or self._plan.further or drawn > size < len(self._source)):
-            rows = self._in_order(0, min(drawn, size))
+        rows = self._rows_before(steps)
         if self._stored is not None:
             rows = self._stored.to_encode(rows)
         return [self._negative_prompt, *(text for row in rows for text in self._source.request(row).texts)]
@@ -172,7 +180,7 @@ class Loader:
         if self._shuffle:
             rows = self._drawn(step, "further", len(self._source), failures)
         else:
-            rows = self._in_order(self._plan.prompts_before(step + 1), self._epoch_size)
+            rows = self._epochs.rows(self._plan.prompts_before(step + 1), self._epochs.size)
         order = [row for row in rows if row not in taken]
         return order[skip : skip + count]
 
@@ -207,7 +215,7 @@ class Loader:
             self._codec,
             [self._source.request(i) for i in indices],
             self._negative_prompt,
-            self.latent_shape,
+            self.latent_shape if latents is None else (*latents.shape[1:],),
             prompt_ids=indices,
             sample_ids=sample_ids,
             latents=None if latents is None else latents.to(device),
@@ -221,20 +229,19 @@ class Loader:
         if self._stored is not None:
             self._stored.close()
 
+    def _rows_before(self, steps: int) -> Sequence[int]:
+        """Return the rows that the batches of this many steps can hold."""
+        drawn, size = self._plan.prompts_before(steps), self._epochs.size
+        if self._plan.by_failures or self._plan.further or drawn > size < len(self._source):
+            return range(len(self._source))
+        return self._epochs.rows(0, min(drawn, size))
+
     def _rows(self, step: int, early: int = 0) -> list[int]:
         """Return the source's rows of the whole step, of all ranks."""
         count = self._plan.at(step).prompts
         if self._failures is not None:
             return self._drawn(step, "batch", count, self._failures[self._ahead - early])
-        return self._in_order(self._plan.prompts_before(step), count)
-
-    def _in_order(self, first: int, count: int) -> list[int]:
-        """Return `count` rows from position `first` on, epoch after epoch."""
-        size = self._epoch_size
-        epochs = range(first // size, (first + count - 1) // size + 1)
-        order = [row for epoch in epochs for row in self._order(epoch).tolist()]
-        start = first - epochs.start * size
-        return order[start : start + count]
+        return self._epochs.rows(self._plan.prompts_before(step), count)
 
     def _drawn(self, step: int, name: str, count: int, failures: Tensor) -> list[int]:
         """Draw `count` different rows in random order; more failures make a row likelier and earlier."""

@@ -28,6 +28,14 @@ class DamagedError(VideoError):
     """A video that is damaged."""
 
 
+class TooShortError(VideoError):
+    """A video of only so many frames."""
+
+    def __init__(self, message: str, frames: int) -> None:
+        super().__init__(message)
+        self.frames = frames
+
+
 class Rule(NamedTuple):
     """A rule for a fact: what becomes of the clip, and how; `counted` is its name in a summary, if it has one."""
 
@@ -69,6 +77,7 @@ class Clip(NamedTuple):
 
     frames: np.ndarray
     facts: Facts
+    shown: tuple[float, float]  # height and width of the file's own picture, upright and in square pixels
 
 
 def refuse(file: Path, facts: Iterable[Fact], seconds: float = 0.0) -> None:

@@ -1,5 +1,6 @@
 """Rows encoded by FastVideo's preprocessing, or ours, read row group by row group on a thread ahead of training."""
 
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -46,8 +47,9 @@ class ParquetRows:
     def __init__(self, files: StoredFiles, codec: Codec, lanes: int) -> None:
         """`lanes` is the number of row groups that a batch is read from."""
         self._files, self._codec, self.lanes = files, codec, lanes
-        self.row_groups = [group.rows for group in files.row_groups]
+        self.row_groups, self.shapes = [group.rows for group in files.row_groups], files.shapes
         self._thread = ThreadPoolExecutor(1, "clips")
+        self._recent = deque[list[int]](maxlen=files.kind.shapes)  # the row groups of batches
         self._tables: dict[int, pa.Table] = {}  # of the row groups that are kept; only the thread looks at them
         self._asked: tuple[list[int], Future[Rows]] | None = None  # the rows that were asked for last
         self._text = text_columns(codec.text_shapes)
@@ -121,9 +123,9 @@ class ParquetRows:
         """Read rows; the thread runs it."""
         text = {} if self._uses_text is False else self._text
         places = [self._files.locate(row) for row in indices]
-        needed = dict.fromkeys(group for group, _ in places)
-        self._tables = {group: table for group, table in self._tables.items() if group in needed}
-        for group in needed:
+        self._recent.append([*dict.fromkeys(group for group, _ in places)])
+        self._tables = {group: self._tables[group] for group in chain(*self._recent) if group in self._tables}
+        for group in self._recent[-1]:
             if group not in self._tables:
                 self._tables[group] = self._read_row_group(group, [*chain(*text.values())])
         rows = [(row, self._tables[group], within) for row, (group, within) in zip(indices, places, strict=True)]

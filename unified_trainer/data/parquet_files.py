@@ -52,6 +52,7 @@ class StoredFile:
     text_fault: str  # why its text embeddings cannot be used; empty if they may
     text: list[str]  # columns of prompts
     faults: list[str]  # rows that cannot be trained on
+    shapes: list[tuple[int, ...]]  # of the latents of each row
 
 
 class StoredFiles:
@@ -62,6 +63,7 @@ class StoredFiles:
         self.metadata = {file.file: file.metadata for file in files}
         self.captions = tuple(caption for file in files for caption in file.captions)
         self.row_groups = tuple(group for file in files for group in file.row_groups)
+        self.shapes = tuple(shape for file in files for shape in file.shapes)
         self.text_fault = next((file.text_fault for file in files if file.text_fault), "")
         self.text = {name for file in files for name in file.text}
         columns = {name for file in files for name in file.columns}
@@ -82,19 +84,19 @@ class StoredFiles:
         return _place(group.file, group.first + within, self._ids[row])
 
     def check_rejected(self, rejected: "StoredFiles") -> None:
-        """Raise UserError, naming both rows, unless the rejected clips are those of the same ids and captions."""
+        """Raise UserError, naming both rows, unless rejected clips are of the same ids, captions and shapes."""
         if len(rejected.captions) != len(self.captions):
             raise UserError(
                 f"data.rejected has {len(rejected.captions)} rows, and data.path {len(self.captions)}: a pair is a row "
                 "of each"
             )
-        rows = zip(self._ids, rejected._ids, self.captions, rejected.captions, strict=True)
-        for row, (own, other, caption, its) in enumerate(rows):
-            if own != other or caption != its:
+        pairs = (zip(files._ids, files.captions, files.shapes, strict=True) for files in (self, rejected))
+        for row, (own, other) in enumerate(zip(*pairs, strict=True)):
+            if own != other:
                 raise UserError(
-                    f"data.rejected: {rejected.place(row)} is not the pair of {self.place(row)}: both need one id and "
-                    "one caption. Give both videos of a pair one name, in two folders, and one caption, and preprocess "
-                    "both"
+                    f"data.rejected: {rejected.place(row)} is not the pair of {self.place(row)}: both need one id, "
+                    "one caption and one shape. Give both videos of a pair one name, in two folders, and one caption, "
+                    "and preprocess both"
                 )
 
     def first_rows(self) -> dict[str, list[int]]:
@@ -112,7 +114,7 @@ class StoredFiles:
         Raise UserError, naming the file, if it has no room for one.
         """
         largest = max(self.row_groups, key=lambda group: group.size)
-        room = int(window_gib * 2**30 / max(1, largest.size))
+        room = int(window_gib / self.kind.shapes * 2**30 / max(1, largest.size))
         if not room:
             raise UserError(
                 f"data.path: row group {largest.number + 1} of {largest.file} takes {largest.size / 2**30:.1f} GiB, "
@@ -184,6 +186,7 @@ def _read(file: Path, kind: RowKind) -> StoredFile:
         unusable,
         text,
         [f"{place} {fault}" for place, fault in faults if fault],
+        [(*(row.get("vae_latent_shape") or ()),) for row in rows],
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from unified_trainer.basics.requests import Image
+from unified_trainer.data.buckets import BucketClips, Sizes
 from unified_trainer.data.captioned import MEDIA, CaptionedVideo, Columns, find_videos, is_encoded, lists_videos
 from unified_trainer.data.clips import Clips, VideoConfig
 from unified_trainer.data.folders import files_below
@@ -28,7 +29,7 @@ def holds_videos(path: Path) -> bool:
     return path.suffix in (*TABLES, ".tar")
 
 
-def checked_videos(path: Path, size: VideoConfig, columns: Columns = ()) -> tuple[CaptionedVideo, ...]:
+def checked_videos(path: Path, size: VideoConfig | Sizes, columns: Columns = ()) -> tuple[CaptionedVideo, ...]:
     """Return the videos of data.path if all are there and have captions; else VideoError as `check_videos` raises."""
     videos = find_videos(path, "data.path", columns=columns)
     if any(video.fault for video in videos):
@@ -36,14 +37,14 @@ def checked_videos(path: Path, size: VideoConfig, columns: Columns = ()) -> tupl
     return videos
 
 
-def check_videos(path: Path, size: VideoConfig, columns: Columns = ()) -> None:
+def check_videos(path: Path, size: VideoConfig | Sizes, columns: Columns = ()) -> None:
     """Decode the videos of data.path; VideoError names those that are not there, have no caption or are too short."""
     clips = read_clips(find_videos(path, "data.path", columns=columns), size, WORKERS)
     _refuse(path, [str(clip) for _, clip in clips if isinstance(clip, VideoError)])
 
 
 def encode_videos(
-    path: Path, codec: Codec, size: VideoConfig, columns: Columns = (), *, first_frames: bool = False
+    path: Path, codec: Codec, size: VideoConfig | Sizes, columns: Columns = (), *, first_frames: bool = False
 ) -> Clips:
     """Decode and encode a clip of each video; VideoError names those that cannot be used.
 
@@ -60,6 +61,8 @@ def encode_videos(
     _refuse(path, faults)
     clip_of = tuple(number for number, video in enumerate(videos) for _ in video.captions)
     captions = tuple(caption for video in videos for caption in video.captions)
+    if len({x.shape for x in encoded}) > 1:
+        return BucketClips(captions, [x[0] for x in encoded], None, tuple(images), clip_of)
     return Clips(captions, torch.cat(encoded), None, tuple(images), clip_of)
 
 

@@ -25,6 +25,7 @@ NOISE = columns_of("initial_noise")
 SAME_LEVEL = 1e-5  # largest difference of two noise levels that are taken as one; files hold them as float32
 SHOWN = 4  # noise levels that a message names
 Shape = tuple[int, int, int, int]
+Images = Mapping[str, tuple[int, ...]]  # shapes by the names of a condition's tensors
 Stored = Callable[[Sequence[str]], Tensor]  # the three columns of a tensor -> that of a row, in float32
 
 
@@ -34,6 +35,7 @@ class RowKind(Protocol):
     tensors: tuple[str, ...]  # columns that are read for a batch, besides text embeddings
     small: tuple[str, ...]  # columns that are read of all rows before training
     images: Mapping[str, tuple[str, ...]]  # columns of the tensors of condition images, by the names of a condition
+    shapes: int  # that latents may have
 
     def check_columns(self, file: Path, columns: Collection[str]) -> None:
         """Raise UserError for a file of another kind."""
@@ -48,9 +50,10 @@ class RowKind(Protocol):
 class ClipRows:
     """Kinds t2v and i2v: raw latents of a clip, and what was encoded of its first frame where a student needs it."""
 
-    def __init__(self, latent_shape: Shape, images: Mapping[str, tuple[int, ...]] | None = None) -> None:
-        """`images` holds the shapes of the tensors of the student's condition image, by the names of a condition."""
-        self._latent_shape = latent_shape
+    def __init__(self, latent_shape: Shape, images: Images | None = None, *others: "ClipRows") -> None:
+        """`images` holds the shapes of the tensors of the student's condition image; `others` have other latents."""
+        self._latent_shape, self.shapes = latent_shape, 1 + len(others)
+        self._others: dict[tuple[int, ...], ClipRows] = {kind._latent_shape: kind for kind in others}
         self.images: Mapping[str, tuple[str, ...]] = {name: columns_of(IMAGE_TENSORS[name]) for name in images or {}}
         self._shapes = {self.images[name]: shape for name, shape in (images or {}).items()}
         self.tensors = (*LATENT, *chain(*self.images.values()))
@@ -74,8 +77,11 @@ class ClipRows:
 
     def fault(self, place: str, row: Mapping[str, Any]) -> str:
         shape, dtype = (row[name] for name in LATENT[1:])
+        if other := self._others.get(tuple(shape or ())):
+            return other.fault(place, row)
         if tuple(shape or ()) != self._latent_shape:
-            return f"has latents {tuple(shape or ())}, the run's video.* settings make {self._latent_shape}"
+            made = " or ".join(map(str, (self._latent_shape, *self._others)))
+            return f"has latents {tuple(shape or ())}, the run's video.* settings make {made} (see data.buckets)"
         if dtype not in FLOATS:
             return f"has latents of type {dtype}, not {', '.join(FLOATS)}"
         for (_, shape, dtype), expected in self._shapes.items():
@@ -99,6 +105,7 @@ class TrajectoryRows:
     tensors: tuple[str, ...] = (*STATES, *TIMES, *NOISE)
     small: tuple[str, ...] = (*STATES[1:], *TIMES, *NOISE[1:])
     images: Mapping[str, tuple[str, ...]] = {}
+    shapes = 1
 
     def __init__(self, latent_shape: Shape, levels: Float[Tensor, " l"], shift: float) -> None:
         """`levels` are the student's falling noise levels without 0, and `shift` is that of its sampler."""

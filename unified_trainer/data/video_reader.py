@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -17,10 +18,11 @@ from unified_trainer.basics.pictures import MOST_PIXELS, open_picture, to_rgb
 from unified_trainer.basics.requests import cover
 from unified_trainer.basics.types import Video
 from unified_trainer.data import media
+from unified_trainer.data.buckets import Sizes, fitting
 from unified_trainer.data.captioned import PICTURES, CaptionedVideo
 from unified_trainer.data.clips import VideoConfig
 from unified_trainer.data.color import to_sdr
-from unified_trainer.data.media import Clip, DamagedError, Fact, Facts, VideoError
+from unified_trainer.data.media import Clip, DamagedError, Fact, Facts, TooShortError, VideoError
 
 # FFmpeg's readers of playlists, which have no place here, open the files that a playlist names.
 CONTAINERS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi", "protocol_whitelist": "file"}
@@ -53,18 +55,18 @@ def inspect_clip(file: Path, size: VideoConfig, start: float = 0.0) -> Clip:
 def _image(file: Path, size: VideoConfig) -> Clip:
     """Return an image as a clip of one frame; VideoError for one that cannot be read, or if more are asked for."""
     if size.frames > 1:
-        raise VideoError(f"{file}: an image is no video of the {size.frames} frames of video.frames")
+        raise TooShortError(f"{file}: an image is no video of the {size.frames} frames of video.frames", 1)
     try:
         with open_picture(file, str(file)) as opened:
-            facts = media.of_picture(opened)
-            picture = cover(to_rgb(opened), size.height, size.width, kernel=Image.Resampling.BICUBIC)
+            facts, upright = media.of_picture(opened), to_rgb(opened)
+            picture = cover(upright, size.height, size.width, kernel=Image.Resampling.BICUBIC)
     except UserError as error:
         raise VideoError(str(error)) from error
-    return Clip(np.array(picture)[None], facts)
+    return Clip(np.array(picture)[None], facts, (upright.height, upright.width))
 
 
 def read_clips(
-    videos: Sequence[CaptionedVideo], size: VideoConfig, workers: int
+    videos: Sequence[CaptionedVideo], size: VideoConfig | Sizes, workers: int
 ) -> Iterator[tuple[CaptionedVideo, Clip | VideoError]]:
     """Yield the videos in order, each with its clip or with the reason why there is none.
 
@@ -89,20 +91,38 @@ def to_video(clip: np.ndarray) -> Video:
     return torch.from_numpy(clip).movedim(-1, 0)[None].float() / 255
 
 
-def read_video(video: CaptionedVideo, size: VideoConfig) -> Clip:
-    """Return `inspect_clip` of a video, or of its part; VideoError names the place of one that a file holds."""
-    if video.end - video.start < (size.frames - 1) / size.fps:
-        raise VideoError(
-            f"{video.file}: too short: {size.frames} frames go beyond {video.end:g} s, where its part ends"
-        )
+def read_video(video: CaptionedVideo, size: VideoConfig | Sizes) -> Clip:
+    """Return `inspect_clip` of a video, or of its part, at a size, or at that of sizes which suits it.
+
+    VideoError names the place of a video that a file holds.
+    """
+    if not isinstance(size, VideoConfig):
+        return _read_fitting(video, size) if len(size) > 1 else read_video(video, size[0])
+    if (seconds := video.end - video.start) < (size.frames - 1) / size.fps:
+        why = f"too short: {size.frames} frames go beyond {video.end:g} s, where its part ends"
+        raise TooShortError(f"{video.file}: {why}", 1 + int(seconds * size.fps))
     with video.on_disk() as file:
         try:
             return inspect_clip(file, size, video.start)
         except VideoError as error:
-            raise type(error)(str(error).replace(str(file), str(video.file))) from error
+            error.args = (str(error).replace(str(file), str(video.file)),)
+            raise
 
 
-def _attempt(video: CaptionedVideo, size: VideoConfig) -> Clip | VideoError:
+def _read_fitting(video: CaptionedVideo, sizes: Sizes) -> Clip:
+    """Return a video at the size of its bucket; a file does not say for certain how many frames it has."""
+    shown, frames = read_video(video, replace(sizes[0], frames=1)).shown, max(size.frames for size in sizes)
+    while size := fitting(sizes, frames, *shown):
+        try:
+            return read_video(video, size)
+        except TooShortError as error:
+            frames = error.frames
+    least = min(size.frames for size in sizes)
+    why = f"too short: {frames} frames at {sizes[0].fps:g} per second, the shortest of data.buckets has {least}"
+    raise TooShortError(f"{video.file}: {why}", frames)
+
+
+def _attempt(video: CaptionedVideo, size: VideoConfig | Sizes) -> Clip | VideoError:
     if video.fault:
         return VideoError(f"{video.file}: {video.fault}")
     try:
@@ -132,15 +152,17 @@ def _sample(
         if len(frames) == size.frames:
             break
     if len(frames) < size.frames:
-        raise VideoError(
+        raise TooShortError(
             f"{file}: too short: {len(frames) / size.fps:.2f} s are {len(frames)} frames at {size.fps:g} per second, "
-            f"not the {size.frames} of video.frames"
+            f"not the {size.frames} of video.frames",
+            len(frames),
         )
     if size.frames > 1:
         facts |= media.of_times(times, size.fps)
         media.refuse(file, facts)
-    clip = np.array(frames)
-    return Clip(clip if clip.dtype == np.uint8 else to_sdr(clip, *color), facts)
+    clip, upright = np.array(frames), (media.turn_of(frame) or media.UNTURNED)[0]
+    shown = (frame.height, frame.width * pixel) if upright else (frame.width * pixel, frame.height)
+    return Clip(clip if clip.dtype == np.uint8 else to_sdr(clip, *color), facts, shown)
 
 
 def _shown(

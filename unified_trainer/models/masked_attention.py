@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from unified_trainer.parallel.device import other_attention
+from unified_trainer.parallel.device import GRAPHS, other_attention
 
 Queries = Float[Tensor, "b q heads d"]
 Keys = Float[Tensor, "b k heads d"]
@@ -69,4 +69,6 @@ def _listed(blocks: Bool[Tensor, "q k"]) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _compiled_flex_attention() -> Callable[..., Tensor]:
+    limit = torch._dynamo.config.recompile_limit  # beyond it, it would run uncompiled: whole products in memory
+    torch._dynamo.config.recompile_limit = max(limit, GRAPHS)
     return torch.compile(flex_attention, dynamic=False)

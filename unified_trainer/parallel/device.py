@@ -38,6 +38,9 @@ RAY_RESOURCES = {"cuda": "GPU", "npu": "NPU"}  # names by which Ray counts devic
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")  # variables that number devices
 # Of the compiler that torch.compile calls for devices of a kind: an environment variable, and its usual names.
 COMPILERS = {"cpu": ("CXX", ("g++",)), "cuda": ("CC", ("gcc", "clang"))}
+# Graphs of a compiled function, of all roles together: with and without gradient, and for each adapter, shape (such as
+# those of data.buckets) and kind of recomputation.
+GRAPHS = 256
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # variables with its settings; the first one counts
 CONTROL_BACKEND = "gloo"  # of the control group, whose collectives run on the CPUs
 # Published dense bf16 matrix products of one device in TFLOP/s with fp32 sums, by words of its name; the first row that

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.parallel.device import COMPILERS
+from unified_trainer.parallel.device import COMPILERS, GRAPHS
 from unified_trainer.roles.recompute import Recompute, Recomputed, selective_policy
 
 Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
@@ -33,8 +33,6 @@ INDUCTOR: dict[str, bool] = {
     # It leaves parts of the gradients of scale_shift_table and of the time embedding unwritten (pytorch issue 193061).
     "triton.mix_order_reduction": False,
 }
-# Graphs of all roles together: with and without gradient, and for each adapter, shape and kind of recomputation.
-GRAPHS = 64
 
 
 def may_compile(setting: Compile, kind: str) -> bool:

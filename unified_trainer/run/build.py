@@ -11,7 +11,9 @@ import torch
 
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import of_kind
-from unified_trainer.data.clips import render_clips
+from unified_trainer.data.bucket_loader import BucketLoader
+from unified_trainer.data.buckets import sizes_of
+from unified_trainer.data.clips import Clips, render_clips
 from unified_trainer.data.loader import Loader, Source
 from unified_trainer.data.negative_prompt import use_negative_prompt
 from unified_trainer.data.parquet import (
@@ -91,7 +93,9 @@ class Built:
         # A Reward where this process scores samples or validates, else the arithmetic alone.
         self.reward = reward_of(scorers, self.codec, run.reward) if plan.scores_here else RewardSum(run.reward)
         self.roles = self._load_roles()
-        self._loader = Loader(
+        source = self._source
+        shapes = source.shapes if run.data.buckets and isinstance(source, Clips | ParquetRows) else ()
+        self._loader: Loader = (partial(BucketLoader, shapes=shapes) if shapes else Loader)(
             self._source,
             self.codec,
             plan.batch,
@@ -113,6 +117,8 @@ class Built:
         kernels = ", ".join(attention_order(run.parallel.attention, mesh.device)) or "torch's order of kernels"
         # Models, reward, prompts and video size.
         self.summary = summary(plan.run, plan, self.roles, self._source) | {"attention": kernels}
+        buckets = plan.trained_shapes.items() if shapes else ()
+        self.summary |= {f"bucket {name}": f"{shapes.count(shape)} clips, latents {shape}" for name, shape in buckets}
         self.summary |= ({"TF32": run.parallel.tf32} if has_tf32(mesh.device) else {}) | places
         trained = {name: config for name, config in run.roles.items() if isinstance(config, TrainableConfig)}
         half = ", ".join(name for name, config in trained.items() if config.moments == "bf16")
@@ -161,8 +167,9 @@ class Built:
         if run.sampler.chunks.causal:
             way_out = "lower algorithm.micro_batch and validation.batch, or set sampler.chunks.window_frames"
             samples = max(plan.batch.micro_batch, run.validation.batch)
-            needed = cache_memory(run, roles["student"], plan.latent_shape, samples, way_out)
-            if plan.validation_shape != plan.latent_shape:
+            largest = max(plan.trained_shapes.values(), key=math.prod)
+            needed = cache_memory(run, roles["student"], largest, samples, way_out)
+            if plan.validation_shape != largest:
                 shape, samples = plan.validation_shape, run.validation.batch
                 needed = cache_memory(run.validated(), roles["student"], shape, samples, way_out)
             self.counts["KV cache of the student"] = needed
@@ -326,7 +333,8 @@ def _source(run: RunConfig, plan: RunPlan, codec: Codec) -> Source:
     stored, rejected = plan.clips.stored, plan.clips.rejected
     if stored is None:
         path = Path(run.data.path)
-        return encode_videos(path, codec, run.video, run.data.columns, first_frames=plan.first_frames)
+        sizes = sizes_of(run.data, run.video)
+        return encode_videos(path, codec, sizes, run.data.columns, first_frames=plan.first_frames)
     lanes = stored.lanes(plan.batch.prompts, run.data.window_gib)
     if rejected is not None:
         return ParquetPairs(stored, rejected, codec, lanes)

@@ -194,7 +194,8 @@ def advice(run: RunConfig) -> list[str]:
         settings.append("keep moments in CPU memory: --parallel.offload-optimizer")
     if not run.parallel.offload_weights:
         settings.append("use more ranks with --parallel.shard, or --parallel.offload-weights")
-    settings.append("lower --video.frames, --video.height or --video.width")
+    smaller = "leave the largest of --data.buckets out" if run.data.buckets else ""
+    settings.append(smaller or "lower --video.frames, --video.height or --video.width")
     return settings
 
 

@@ -338,3 +338,21 @@ def test_ocr_on_cpu_cores_is_waited_for_where_sampling_does_not_hide_it():
     assert any(note.startswith("assumed: ocr takes 0.5 CPU s a frame") for note in planned.notes)
     assert not any("not counted" in note for note in planned.notes)
     assert alone.seconds(slow)[CORES] == alone.work.on_cores == pytest.approx(2 * whole)
+
+
+@pytest.mark.slow
+def test_each_bucket_is_counted_and_memory_is_that_of_the_largest(capsys, monkeypatch):
+    """Tokens of a step are those of each shape; a run of the largest bucket alone needs as much memory."""
+    monkeypatch.setattr(memory, "pass_bytes", lambda _network, latent, *_, **_named: PassBytes(*[4e8 * latent[1]] * 4))
+    monkeypatch.setattr(memory, "decode_bytes", lambda *_, **_named: 4e9)
+    words = ["plan", "--method", "finetune", "--recipe", "wan2.1-1.3b", "--hardware", "8xH200", "--json"]
+    found = []
+    for more in (["--data.buckets", "17x480x832", "49x480x832"], ["--video.frames", "49"]):
+        assert main([*words, "--data.path", "videos", "--validate-every", "0", *more]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    buckets, alone = found[0]["estimated"]["buckets"], found[1]
+    assert found[0]["computed"]["totals"] == alone["computed"]["totals"]
+    assert buckets["49x480x832"]["tokens"] / buckets["17x480x832"]["tokens"] == pytest.approx(13 / 5)
+    assert buckets["49x480x832"]["model_flops"] == alone["computed"]["model_flops_of_a_step"]
+    assert buckets["49x480x832"]["seconds"] == alone["estimated"]["seconds_of_a_step"]
+    assert buckets["17x480x832"]["seconds"] < buckets["49x480x832"]["seconds"] and "buckets" not in alone["estimated"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.data.buckets import sizes_of
 from unified_trainer.data.captioned import CaptionedVideo, left_out
 from unified_trainer.data.clips import check_tiny_clips
 from unified_trainer.data.parquet_files import StoredFiles, read_stored_files
@@ -82,10 +83,10 @@ def validation_sets(run: RunConfig, *, images: bool = False) -> PromptFiles:
     return {flag: prompts_of(path, captions, flag, column, images=images) for flag, path in named.items()}
 
 
-def read_clips(run: RunConfig, family: Family, folder: Path, latent_shape: Shape) -> Clips:
+def read_clips(run: RunConfig, family: Family, folder: Path, shapes: Sequence[Shape]) -> Clips:
     """Return the clips that a run trains on; UserError names the file that is missing or does not fit.
 
-    `folder` is that of the student.
+    `folder` is that of the student, and `shapes` are those that latents may have.
     """
     path, pairs = Path(run.data.path), run.algorithm.needs_pairs
     if run.data.rejected and (not pairs or run.data.path == "tiny"):
@@ -103,13 +104,14 @@ def read_clips(run: RunConfig, family: Family, folder: Path, latent_shape: Shape
                 "videos of a pair under one name into two folders, and preprocess both"
             )
         stored, rejected = (
-            read_stored_files(folder, ClipRows(latent_shape)) for folder in (path, Path(run.data.rejected))
+            read_stored_files(place, _row_kind(run, family, folder, shapes))
+            for place in (path, Path(run.data.rejected))
         )
         stored.check_rejected(rejected)
         return Clips(stored=stored, rejected=rejected)
     if run.trains_on == "clips" and holds_videos(path):
-        return Clips(videos=checked_videos(path, run.video, run.data.columns))
-    return Clips(stored=read_stored_files(path, _row_kind(run, family, folder, latent_shape)))
+        return Clips(videos=checked_videos(path, sizes_of(run.data, run.video), run.data.columns))
+    return Clips(stored=read_stored_files(path, _row_kind(run, family, folder, shapes)))
 
 
 def check_video(run: RunConfig, family: Family) -> None:
@@ -169,9 +171,10 @@ def note_files(run: RunConfig, batch: BatchPlan, prompts: PromptFiles, clips: Cl
     return notes
 
 
-def _row_kind(run: RunConfig, family: Family, folder: Path, latent_shape: Shape) -> RowKind:
+def _row_kind(run: RunConfig, family: Family, folder: Path, shapes: Sequence[Shape]) -> RowKind:
     if run.trains_on == "clips":
-        return ClipRows(latent_shape, family.image_tensors(folder, latent_shape))
+        images = [{} if run.algorithm.needs_pairs else family.image_tensors(folder, shape) for shape in shapes]
+        return ClipRows(shapes[0], images[0], *map(ClipRows, shapes[1:], images[1:]))
     ode = run.algorithm.teacher_ode(run.sampler)
     assert ode is not None  # a run that trains on trajectories
-    return TrajectoryRows(latent_shape, ode.levels, run.sampler.shift)
+    return TrajectoryRows(shapes[0], ode.levels, run.sampler.shift)

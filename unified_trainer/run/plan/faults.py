@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.data.buckets import sizes_of
 from unified_trainer.data.parquet_files import read_stored_files
 from unified_trainer.data.prompts import prompts_of
 from unified_trainer.data.raw_clips import check_videos, holds_videos
@@ -59,6 +60,6 @@ def _check_clips(run: RunConfig) -> None:
     """Raise UserError for data.path as far as it can be checked without the student's folder."""
     path = Path(run.data.path)
     if run.trains_on == "clips" and holds_videos(path):
-        check_videos(path, run.video, run.data.columns)
+        check_videos(path, sizes_of(run.data, run.video), run.data.columns)
     elif not path.exists():
         read_stored_files(path, ClipRows((1, 1, 1, 1)))

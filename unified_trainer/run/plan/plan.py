@@ -1,8 +1,9 @@
 """The plan of a run: everything that can be known, and refused, before any weight is read."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,9 @@ class RunPlan:
     keep: Keep
     family: Family  # of the student
     folder: Path  # of the student
-    latent_shape: Shape
+    latent_shape: Shape  # of video.*
     validation_shape: Shape  # of the videos of validations
+    trained_shapes: Mapping[str, Shape]  # by bucket, or that of video.* alone
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -166,9 +168,9 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     batch, roles = batch_of(run), _roles(run, method, mesh)
     family, folder = family_of("student", roles["student"].path)
     check_buffer(run, batch, mesh.data_size)
-    latent_shape, validation_shape = _latent_shapes(run, family, folder)
+    latent_shape, validation_shape, trained_shapes = _latent_shapes(run, family, folder)
     prompts = prompt_files(run, images=family.images(folder)[1] > 0)
-    clips = read_clips(run, family, folder, latent_shape)
+    clips = read_clips(run, family, folder, [*trained_shapes.values()])
     rows = row_count(run, prompts, clips)
     run = with_steps(run, batch, rows)
     roles = with_updates(run, roles)
@@ -216,19 +218,27 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         folder=folder,
         latent_shape=latent_shape,
         validation_shape=validation_shape,
+        trained_shapes=trained_shapes,
     )
 
 
-def _latent_shapes(run: RunConfig, family: Family, folder: Path) -> tuple[Shape, Shape]:
-    """Return the latent shapes of training and of validations; UserError for videos that the student cannot make."""
+def _latent_shapes(run: RunConfig, family: Family, folder: Path) -> tuple[Shape, Shape, dict[str, Shape]]:
+    """Return the latent shapes of video.*, of validations and of each bucket; UserError if the student has no such."""
     check_video(run, family)
-    runs = (run, run.validated())
-    shapes = [family.latent_shape(folder, own.video.frames, own.video.height, own.video.width) for own in runs]
-    for own, shape in zip(runs, shapes, strict=True):
-        check_sampling(own, shape)
+    size_of, shapes = partial(family.latent_shape, folder), bucket_shapes(run, family, folder)
     if run.sampler.chunks.causal and run.algorithm.masks_chunks:
-        run.sampler.chunks.check_masked(shapes[0][1])
-    return shapes[0], shapes[1]
+        for shape in shapes.values():
+            run.sampler.chunks.check_masked(shape[1])
+    return checked_shape(run, size_of), checked_shape(run.validated(), size_of), shapes
+
+
+def bucket_shapes(run: RunConfig, family: Family, folder: Path) -> dict[str, Shape]:
+    """Return the latent shape of each bucket, or of video.* alone; UserError for two that are equal."""
+    size_of = partial(family.latent_shape, folder)
+    shapes = {name: checked_shape(own, size_of, name) for name, own in run.by_bucket().items()}
+    if len({*shapes.values()}) < len(run.data.buckets):
+        raise ConfigError(f"data.buckets {' '.join(run.data.buckets)}: two have equal latents: leave one of them out")
+    return shapes
 
 
 def _check_packages(run: RunConfig, mesh: Mesh) -> None:
@@ -248,7 +258,7 @@ def check_settings(run: RunConfig, method: type[Method]) -> None:
     for name in ("checkpoint_minutes", "checkpoint_mirror", "keep_best") if run.checkpoint_every < 0 else ():
         if vars(run)[name]:
             raise ConfigError(f"{name} needs checkpoints, and checkpoint_every -1 saves none: set one of them to 0")
-    _check_unread(run)
+    _check_unread(run, method)
     check_guards(run, method)
     check_workers(run, method)
     check_rollouts(run, method)
@@ -258,8 +268,12 @@ def check_settings(run: RunConfig, method: type[Method]) -> None:
             role.check(name)
 
 
-def _check_unread(run: RunConfig) -> None:
+def _check_unread(run: RunConfig, method: type[Method]) -> None:
     """Raise ConfigError for prompts or data that the method would not read; tiny is the recipe's, for other methods."""
+    sampled = run.trains_on != "clips" or method.sampled_by
+    if run.data.buckets and (sampled or run.data.path == "tiny"):
+        why = f"{run.method} with these settings makes samples" if sampled else "the tiny world has clips"
+        raise ConfigError(f"data.buckets: {why} of one size: leave it out")
     if run.trains_on != "prompts" and run.prompts not in ("", "tiny"):
         raise ConfigError(
             f"--prompts {run.prompts}: {run.method} trains on {run.trains_on} and takes their captions; leave "
@@ -312,15 +326,25 @@ def _check_length(run: RunConfig, batch: BatchPlan, roles: Mapping[str, RolePlan
         raise ConfigError("data.no-shuffle: prompts are drawn by failures, leave algorithm.failure_below out")
 
 
-def check_sampling(run: RunConfig, latent_shape: Shape) -> None:
-    """Raise UserError for chunks that do not divide the video, and for attention that no policy can have."""
-    if run.sampler.chunks.causal:
-        run.sampler.chunks.ranges(latent_shape[1])
+def checked_shape(run: RunConfig, latent_shape: Callable[[int, int, int], Shape], bucket: str = "") -> Shape:
+    """Return the latent shape of a run's videos, or of those of a `bucket`, which messages then name.
+
+    Raise UserError for a size that the student cannot make, with chunks that do not fit, or for unfit attention.
+    """
+    try:
+        shape = latent_shape(run.video.frames, run.video.height, run.video.width)
+        if run.sampler.chunks.causal:
+            run.sampler.chunks.ranges(shape[1])
+    except UserError as error:
+        if not bucket:
+            raise
+        raise ConfigError(f"data.buckets {bucket}: {error}") from error
     if run.parallel.attention == "sage" and isinstance(run.algorithm, RolloutConfig):
         raise ConfigError(
             "parallel.attention sage rounds to 8 bits in the rollout and not in the update: the samples would come "
             "from another policy than the one that is trained. Set flash_3 or auto"
         )
+    return shape
 
 
 def check_complete(run: RunConfig) -> None:

@@ -34,6 +34,7 @@ from unified_trainer.basics.ranges import (
 )
 from unified_trainer.basics.secrets import masked
 from unified_trainer.basics.suggestions import must_know
+from unified_trainer.data.buckets import sizes_of
 from unified_trainer.data.clips import DataConfig, VideoConfig
 from unified_trainer.data.ramp_up import RampUpConfig
 from unified_trainer.methods.base import DeclarationError, Method, MethodConfig, place_of
@@ -279,6 +280,15 @@ class RunConfig:
             return self
         video = dataclasses.replace(self.video, **size)
         return dataclasses.replace(self, sampler=own.sampler.of(self.sampler), video=video)
+
+    def by_bucket(self) -> "dict[str, RunConfig]":
+        """Return by name a run for each of data.buckets, with its size as video.*; without any, the run as ""."""
+        if not self.data.buckets:
+            return {"": self}
+        shown = self.validated().video
+        held = dataclasses.replace(self.validation, frames=shown.frames, height=shown.height, width=shown.width)
+        sizes = zip(self.data.buckets, sizes_of(self.data, self.video), strict=True)
+        return {name: dataclasses.replace(self, video=size, validation=held) for name, size in sizes}
 
     @property
     def guarded(self) -> bool:

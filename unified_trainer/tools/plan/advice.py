@@ -100,7 +100,7 @@ def candidates(run: RunConfig, ranks: int) -> list[Mapping[str, Any]]:
         {f"{name}.moments": "bf16" for name, role in trained if role.moments == "fp32"},
         dict.fromkeys(batches, 1),
         {"validation.num_samples": fewest} if validates_more else {},
-        {"video.frames": (run.video.frames - 1) // 8 * 4 + 1} if run.video.frames > 1 else {},  # half of the latents'
+        {"video.frames": (run.video.frames - 1) // 8 * 4 + 1} if run.video.frames > 1 and not run.data.buckets else {},
         {"algorithm.trajectories": "cpu"} if keeps_states else {},
         {} if run.encoders.offload else {"encoders.offload": True},
         {"reward.offload": True} if method.uses_reward and not run.reward.offload else {},

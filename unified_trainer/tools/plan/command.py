@@ -47,17 +47,23 @@ def plan(
     if bandwidth is not None:
         machine = replace(machine, bandwidth=bandwidth * 1e12)
     run = parse(settings)
-    planned = estimate(run, machine.count)
-    peak = planned.memory.total(planned.memory.peak)
+    runs = run.by_bucket()
+    estimates = {name: estimate(own, machine.count, bucket=name) for name, own in runs.items()}
+    largest = max(runs, key=lambda name: _peak(estimates[name]))
+    planned, run, peak = estimates[largest], runs[largest], _peak(estimates[largest])
+    of_buckets = {name: _step(own, machine) for name, own in estimates.items() if name}
     fits = peak <= machine.usable
     if not json:
         _print(planned, machine, price, fits=fits)
+        for name, numbers in of_buckets.items():
+            say(f"bucket {name}: {', '.join(f'{key} {value:.3g}' for key, value in numbers.items())}")
     alone, together = ([], None) if fits else better_settings(run, machine.count, peak, machine.usable)
     if not fits and (blocks := fitting_blocks(planned, machine.usable)) is not None:
         alone.append(blocks)
     if json:
         entries = [_entry(better) for better in alone]
         better = {"better_settings": entries, "better_settings_together": _entry(together) if together else None}
+        better |= {"buckets": of_buckets} if of_buckets else {}
         say(json_format.dumps(_plain(planned, machine, price, better, fits=fits), indent=1))
     elif not fits:
         _say_better(machine, alone, together)
@@ -102,6 +108,16 @@ def _plain(
             "weights_for_workers": weights_for_workers(planned),
         },
     }
+
+
+def _peak(planned: Estimate) -> float:
+    return planned.memory.total(planned.memory.peak)
+
+
+def _step(planned: Estimate, machine: Hardware) -> dict[str, float]:
+    """Return the numbers of a training step on clips of one bucket."""
+    seconds, flops = sum(planned.seconds(machine).values()), planned.model_flops
+    return {"tokens": planned.tokens, "model_flops": flops, "seconds": seconds, "peak_bytes": _peak(planned)}
 
 
 def _entry(better: Better) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from unified_trainer.roles.blocks import may_compile
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.run.plan.data import check_sound, check_video
 from unified_trainer.run.plan.length import with_steps
-from unified_trainer.run.plan.plan import check_sampling, check_settings
+from unified_trainer.run.plan.plan import check_settings, checked_shape
 from unified_trainer.run.plan.roles import check_families, check_heads
 from unified_trainer.run.registry import method_named
 from unified_trainer.run.settings.batch import batch_of, check_buffer, with_fitting_batch
@@ -111,11 +111,12 @@ class Estimate:
         return self.model_flops / (self.cards * card.flops * sum(self.seconds(replace(card, mfu=None)).values()))
 
 
-def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> Estimate:
+def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0, bucket: str = "") -> Estimate:
     """Return the estimate, counted in a rehearsal of `steps` training steps from step `first` on.
 
-    By default they are STEPS steps from the middle of the run on, and one step of a method with rollouts. Raise
-    UserError for settings that no run could have, such as a batch that the ranks do not divide.
+    By default they are STEPS steps from the middle of the run on, and one step of a method with rollouts. `bucket` is
+    the name of a run of `by_bucket`. Raise UserError for settings that no run could have, such as a batch that the
+    ranks do not divide.
     """
     method, (run, assumed) = method_named(run.method), _with_scorer(run)
     sequence = run.parallel.degrees(ranks).sequence
@@ -128,7 +129,8 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     models = _models(run, sequence)
     check_sound(run, models["student"].family)
     check_video(run, models["student"].family)
-    frames, shown_frames = (_latent_frames(own, models["student"]) for own in (run, run.validated()))
+    size_of = models["student"].latent_shape
+    frames, shown_frames = checked_shape(run, size_of, bucket)[1], checked_shape(run.validated(), size_of)[1]
     table = batch_of(run).table(data_ranks)
     boundaries = {path: models[name].networks[1] for name, path in paths_of(run).items()}
     steps = steps or (1 if method.sampled_by else STEPS)
@@ -213,14 +215,6 @@ def _models(run: RunConfig, sequence: int) -> dict[str, Architecture]:
         if model.family.causal is None and run.sampler.chunks.causal:
             raise UserError(f"{name}: this network has no causal form; set sampler.chunks.chunk_frames 0")
     return models
-
-
-def _latent_frames(run: RunConfig, student: Architecture) -> int:
-    """Return the number of latent frames of a video; UserError for a size that the student cannot make."""
-    video = run.video
-    latent_shape = student.latent_shape(video.frames, video.height, video.width)
-    check_sampling(run, latent_shape)
-    return latent_shape[1]
 
 
 def _scorers(run: RunConfig) -> tuple[float, tuple[str, ...]]:

@@ -34,7 +34,7 @@ class ClipFolder:
         for building in folder.glob("*.tmp"):  # of a process that was killed
             building.unlink()
         self._writer: pq.ParquetWriter | None = None
-        self._group: list[Mapping[str, object]] = []
+        self._groups: dict[str, list[Mapping[str, object]]] = {}  # by the shape of their latents
         self._rows = 0  # of the file that is being written
 
     def captions(self) -> dict[str, str]:
@@ -50,16 +50,18 @@ class ClipFolder:
 
     def add(self, row: Mapping[str, object]) -> Path | None:
         """Add a row; return the file if it was its last one, which is then complete under its name."""
-        self._group.append(row)
+        group = self._groups.setdefault(shape := str(row.get("vae_latent_shape")), [])
+        group.append(row)
         self._rows += 1
         size = sum(len(value) for value in row.values() if isinstance(value, bytes))
-        if len(self._group) >= max(1, min(self._rows_per_file // GROUPS, GROUP_BYTES // size)):
-            self._write_group()
+        if len(group) >= max(1, min(self._rows_per_file // GROUPS, GROUP_BYTES // size)):
+            self._write_group(shape)
         return self.finish() if self._rows == self._rows_per_file else None
 
     def finish(self) -> Path | None:
         """Complete the file that is being written; return it, or None if there is none."""
-        self._write_group()
+        for shape in [*self._groups]:
+            self._write_group(shape)
         if self._writer is None:
             return None
         building, file = self._building, self._folder / f"clips-{self._next():05}.parquet"
@@ -95,10 +97,8 @@ class ClipFolder:
         files = self._files()
         return int(files[-1].stem.removeprefix("clips-")) + 1 if files else 0
 
-    def _write_group(self) -> None:
-        group, self._group = self._group, []
-        if not group:
-            return
+    def _write_group(self, shape: str) -> None:
+        group = self._groups.pop(shape)
         try:
             if self._writer is None:
                 self._writer = pq.ParquetWriter(self._building, self._schema, compression="zstd")

@@ -15,7 +15,9 @@ from unified_trainer.basics.input_files import read_yaml
 from unified_trainer.basics.ranges import Count, NonNegative, Seed
 from unified_trainer.basics.requests import Image
 from unified_trainer.basics.terminal import say
+from unified_trainer.data.buckets import sizes_of
 from unified_trainer.data.captioned import CaptionedVideo, find_videos, left_out
+from unified_trainer.data.clips import VideoConfig
 from unified_trainer.data.fastvideo import I2V, T2V, TEXT_ONLY, image_columns, t2v_row, text_of, with_text
 from unified_trainer.data.media import DamagedError, Facts, VideoError, summary
 from unified_trainer.data.negative_prompt import use_negative_prompt, write_negative_prompt
@@ -29,6 +31,7 @@ from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.run.checkpoint.run_lock import claimed
 from unified_trainer.run.plan.data import check_sound, check_video
 from unified_trainer.run.plan.downloads import fetch_pipeline
+from unified_trainer.run.plan.plan import bucket_shapes
 from unified_trainer.run.registry import family_of
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.config import ConfigError, RunConfig
@@ -106,6 +109,8 @@ def preprocess(
     method = method or ("ode_init" if trajectories else "finetune")
     own = ("--families", *families) if families else ()
     run = _settings(recipe, config, method, model, [*own, *settings])
+    if run.data.buckets and (trajectories or pairs or source.suffix == ".txt"):
+        raise UserError("--data.buckets is for videos alone: leave it out")
     mesh = _one_process(device, run.parallel)
     if trajectories:
         run = replace(run, seed=seed)
@@ -120,7 +125,7 @@ def preprocess(
         codec = family.codec(folder, mesh.device, run.encoders)
         write_pairs(source, pairs, least_difference, out, codec, rows_per_file)
         return
-    shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
+    shape = next(iter(bucket_shapes(run, family, folder).values()))
     kind, schema = ("i2v", I2V) if family.image_tensors(folder, shape) else ("t2v", T2V)
     file = read_prompts(source, "SOURCE") if source.suffix == ".txt" else PromptFile(())
     videos = () if file.requests else find_videos(source, "SOURCE", captions, run.data.columns)
@@ -136,6 +141,7 @@ def preprocess(
         if videos:
             about["vae"] = codec.video_fingerprint
             about |= {f"video.{name}": value for name, value in vars(run.video).items()}
+            about |= {"data.buckets": [*run.data.buckets]} if run.data.buckets else {}
         begin_output(out, ABOUT, about, WHAT, empty=is_empty(out))
         written = ClipFolder(out, with_text(schema if videos else TEXT_ONLY, codec), rows_per_file)
         if not use_negative_prompt(out, negative, codec):
@@ -187,11 +193,14 @@ def _write_videos(
             raise UserError(f"{out} holds {name} with another caption: choose another folder, or remove it")
     left = [video for video in videos if not video.rows or any(name not in done for name, _ in video.rows)]
     new, skipped, facts, damaged = 0, dict[str, str](), list[Facts](), 0
-    size = f"{run.video.frames} frames of {run.video.height} x {run.video.width} at {run.video.fps:g} per second"
+    sizes, fps = sizes_of(run.data, run.video), run.video.fps
+    size = " or ".join(f"{size.frames} frames of {size.height} x {size.width}" for size in sizes)
     with ItemProgress("videos", sum(len(video.rows) or 1 for video in left)) as progress:
-        progress.say(f"{len(left)} videos to encode, {len(videos) - len(left)} done before: {size}")
+        progress.say(
+            f"{len(left)} videos to encode, {len(videos) - len(left)} done before: {size} at {fps:g} per second"
+        )
         try:
-            for number, (video, clip) in enumerate(read_clips(left, run.video, workers)):
+            for number, (video, clip) in enumerate(read_clips(left, sizes, workers)):
                 if number % TEXTS == 0:
                     captions = [caption for one in left[number : number + TEXTS] for caption in one.captions]
                     prompts = dict(zip(captions, codec.prompts(captions), strict=True))
@@ -205,9 +214,11 @@ def _write_videos(
                     continue
                 facts.append(clip.facts)
                 raw = codec.encode_raw(to_video(clip.frames))[0]
+                frames, height, width, _ = clip.frames.shape
+                made = VideoConfig(frames, height, width, fps)
                 for name, caption in video.rows:
                     if name not in done:
-                        row = t2v_row(name, caption, raw, run.video) | text_of(prompts[caption], codec)
+                        row = t2v_row(name, caption, raw, made) | text_of(prompts[caption], codec)
                         add_row(written, row | (_image(clip.frames, raw, codec) if images else {}), progress)
                         new += 1
         finally:
