@@ -217,13 +217,12 @@ def attention_in_words(choice: Attention, device: torch.device) -> tuple[str, st
     query = torch.empty(1, 1, 1024, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
     taken = SDPBackend(torch._fused_sdp_choice(query, query, query))
     kernel = next(name for name, backend in ATTENTION.items() if backend == taken)
-    words = f"{kernel} (order: {order})"
     if choice in OTHER_ATTENTION:
         return f"{choice} without gradient, {kernel} with", ""
     first = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in CUDNN_FIRST
     if kernel == "cudnn" or not first or choice not in ("auto", "cudnn"):
-        return words, ""
-    return words, (
+        return f"{kernel} (order: {order})", ""
+    return f"{kernel} (order: {order})", (
         f"warning: attention is computed by {kernel}, which takes up to 1.8 times as long here as cuDNN's kernel: "
         "torch chooses that with a cuDNN above 9.15, so install a newer nvidia-cudnn; this one is "
         f"{torch.backends.cudnn.version()}"

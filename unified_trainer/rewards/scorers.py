@@ -48,8 +48,6 @@ class _Kinds(Mapping[str, ScorerKind]):
     """The kinds of this package by name; the module of one is imported when it is asked for."""
 
     def __getitem__(self, name: str) -> ScorerKind:
-        if name not in MODULES:
-            raise KeyError(name)
         found = vars(importlib.import_module(f"{rewards.__name__}.{MODULES[name]}")).values()
         return next(kind for kind in found if isinstance(kind, ScorerKind) and kind.name == name)
 

@@ -45,3 +45,16 @@ def test_runs_that_differ_in_no_pass_share_a_rehearsal(monkeypatch):
     assert {call.samples for call in other.validation} == {1} != {call.samples for call in whole.validation}
     assert needs(with_settings(run, {"video.frames": 1}, "test"), 2).counts.losses != whole.losses
     assert len(rehearsed) == 2
+
+
+@pytest.mark.slow
+def test_calls_outside_of_the_window_are_counted():
+    """Two rollouts of 12 calls; with outside_steps 4 and a window of 2 they take 6."""
+    words = ["--method", "dance_grpo", "--recipe", "tiny", "--validate-every", "0", "--sampler.num-steps", "12"]
+    words += ["--algorithm.window.size", "2"]
+    every, fewer = (
+        needs(parse([*words, *more]), 1).counts.calls()["student"]
+        for more in ([], ["--algorithm.window.outside-steps", "4"])
+    )
+    assert (every["without gradient"], fewer["without gradient"]) == (24, 12)
+    assert every["with gradient"] == fewer["with gradient"] == 4

@@ -35,7 +35,7 @@ STEPS = 5  # training steps of a rehearsal of a method with one update a step; o
 
 @dataclass(frozen=True)
 class Needs:
-    """What the memory of a run follows from."""
+    """The counts and sizes that the memory of a run follows from."""
 
     run: RunConfig  # with the batch that fits
     counts: Counts
