@@ -117,12 +117,13 @@ def rehearse(
         torch.manual_seed(0)
         folders = {path: _folder(number, boundary) for number, (path, boundary) in enumerate(boundaries.items())}
         small, repeats = _small(run, method, ranks, folders)
+        plans = plan_roles(small, method)
+        check_method(run, {name: run.roles[method.roles[name].copy_of or name] for name in plans}, plans)
         seen, asked = replace(small, validation=ValidationConfig(), validate_every=0), range(first, first + steps)
         if (key := f"{plain(seen)} {latent_frames} {asked} {causal}") not in _TRAINED:
-            _TRAINED[key] = _train(small, method, latent_frames, asked, causal=causal)
+            _TRAINED[key] = _train(small, method, plans, latent_frames, asked, causal=causal)
     trainer, counts = _TRAINED[key]
     counts = replace(counts, repeats=repeats, kept=round(repeats * counts.kept), validation=[])
-    check_method(run, {name: run.roles[method.roles[name].copy_of or name] for name in counts.plans}, counts.plans)
     if run.validate_every:
         samples = min(run.validation.batch, samples_of_rank(run.validation.num_samples, ranks))
         batch = trainer.loader.batch_of([0] * samples, list(range(samples)))
@@ -136,8 +137,10 @@ def rehearse(
 _TRAINED: dict[str, tuple[Trainer, Counts]] = {}
 
 
-def _train(run: RunConfig, method: type[Method], frames: int, steps: range, *, causal: bool) -> tuple[Trainer, Counts]:
-    mesh, plans = Mesh(torch.device("cpu")), plan_roles(run, method)
+def _train(
+    run: RunConfig, method: type[Method], plans: Mapping[str, RolePlan], frames: int, steps: range, *, causal: bool
+) -> tuple[Trainer, Counts]:
+    mesh = Mesh(torch.device("cpu"))
     counts = Counts(len(steps), 1.0, plans, load_roles(plans, mesh, half=True))
     trainer = _trainer(run, method, mesh, (CHANNELS, frames, 1, 1), counts, causal=causal)
     for step in steps:
