@@ -39,6 +39,7 @@ from random_wan import SPREAD, TOY, WAN_1_3B, Architecture, write
 from recorded_calls import Call, recorded
 from rich.console import Console
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Condition
@@ -77,6 +78,7 @@ GRACE = 20.0  # seconds that a section has to end the row that it measures
 START = "spawn"  # how its process starts: CUDA cannot be used after a fork
 QUADRATIC_TOKENS = 10_000  # beyond them the math kernel's matrix of all pairs does not fit
 SHORT = (20, 16)  # tokens and head size of a small network, of which the gradients of attention are compared too
+KERNELS = 20  # of the profile, those that take most time
 RANK = 32  # of the adapters whose gradients are compared
 
 
@@ -236,6 +238,15 @@ def attention(bench: Bench) -> None:
                 bench.row("attention", f"{video}, forward, {kernel}", _Passes(bench, video).forward)
 
 
+def kernels(bench: Bench) -> None:
+    """The kernels that take most of a forward and backward pass with compiled blocks."""
+    compile = bench.mesh.device.type != "cpu"
+    for video in (bench.scale.large, bench.scale.small):
+        passes = _Passes(bench, video, compile=compile)
+        for name, found in passes.kernels().items():
+            bench.row("kernels", f"{video}, {name}", lambda found=found: found)
+
+
 def methods(bench: Bench) -> None:
     """One training step of every method, and its model calls repeated alone."""
     for name, (method, small, large) in STEPS.items():
@@ -282,7 +293,7 @@ def gradients(bench: Bench) -> None:
             bench.row("gradients", name, lambda t=tokens, d=size, k=kernel: _attention_gradients(bench, t, d, k))
 
 
-SECTIONS = {f.__name__: f for f in (gradients, log_ratio, forward, attention, methods, backward, vae)}
+SECTIONS = {f.__name__: f for f in (gradients, log_ratio, forward, attention, methods, backward, vae, kernels)}
 SHARES = {
     "gradients": 1.0,
     "log_ratio": 2.0,
@@ -291,6 +302,7 @@ SHARES = {
     "methods": 4.0,
     "backward": 2.0,
     "vae": 0.5,
+    "kernels": 0.5,
 }
 
 
@@ -327,6 +339,27 @@ class _Passes:
             role.network.zero_grad()
 
         return self._measured(work)
+
+    def kernels(self) -> dict[str, dict[str, Any]]:
+        """Return time, share and number of calls of the largest kernels of a pass and its backward pass, by name."""
+        device, (role, inputs) = self._bench.mesh.device, self._role()
+        on_device = device.type != "cpu"
+
+        def work() -> None:
+            role.backward(role.velocity(*inputs).square().mean(), last=True)
+            role.network.zero_grad()
+
+        seconds(device, work)  # compiles
+        activity = ProfilerActivity.CUDA if on_device else ProfilerActivity.CPU
+        with profile(activities=[activity]) as profiler:
+            seconds(device, work)
+        times = {
+            row.key: (row.self_device_time_total if on_device else row.self_cpu_time_total, row.count)
+            for row in profiler.key_averages()
+        }
+        total = sum(microseconds for microseconds, _ in times.values())
+        largest = sorted(times.items(), key=lambda row: -row[1][0])[:KERNELS]
+        return {name: {"ms": us / 1e3, "share": us / total, "calls": count} for name, (us, count) in largest if us}
 
     def _measured(self, work: Callable[[], None]) -> dict[str, Any]:
         taken, meter = fastest(self._bench.mesh.device, work), Meter(self._bench.mesh.device)
@@ -517,6 +550,8 @@ def _in_words(found: dict[str, Any]) -> str:
         return words
     parts = {
         "ms": "{:.1f} ms",
+        "share": "{:.1%}",
+        "calls": "{} calls",
         "model_tflop": "{:.3g} TFLOP",
         "mfu": "MFU {:.1%}",
         "tokens_per_second": "{:.3g} tokens/s",

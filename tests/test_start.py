@@ -10,6 +10,7 @@ import pytest
 from helpers import REPO
 
 from unified_trainer.__main__ import COMMANDS, command_named
+from unified_trainer.rewards.scorers import MODULES
 from unified_trainer.run.registry import METHODS, method_named
 from unified_trainer.tools import help_pages, overview
 
@@ -62,6 +63,15 @@ def test_settings_need_torch_alone(words):
     assert ended == (0 if "--help" in words else 2)
     allowed = {"av", "pyarrow"} if words[0] == "runs" else set()  # it reads what a run has written
     assert [name for name in {*HEAVY, "torch.distributed.tensor"} - allowed if name in loaded] == []
+
+
+@pytest.mark.slow
+def test_plan_imports_the_scorer_that_the_recipe_names_alone():
+    words = ("plan", "--method", "dmd2", "--recipe", "tiny", "--student.path", "tiny", "--validate-every", "0")
+    ended, loaded = json.loads(python(LOADED, *words).stdout.splitlines()[-1])
+    kinds = {module for name, module in MODULES.items() if name != "hpsv3"} - {"pixels"}  # validations measure pixels
+    unread = {f"unified_trainer.rewards.{module}" for module in kinds} | {"transformers.models.vit.modeling_vit"}
+    assert ended == 0 and not (unread | {"plotly", "ray", "starlette"}) & {*loaded}
 
 
 @pytest.mark.parametrize("package", ["rich", "torch", pytest.param("transformers", marks=pytest.mark.slow)])

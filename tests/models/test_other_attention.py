@@ -109,7 +109,9 @@ def test_a_causal_rollout_takes_it_with_cached_keys(calls):
 
 
 def test_one_that_is_not_installed_is_refused():
-    with pytest.raises(UserError, match=r"^parallel\.attention sage: .*sageattention.*; or leave it at auto$"):
+    with pytest.raises(
+        UserError, match=r"^parallel\.attention sage: .*`kernels` package.*\[kernels\]'?, or leave it at auto$"
+    ):
         attention_order("sage", CUDA)
 
 

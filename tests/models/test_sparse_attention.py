@@ -32,8 +32,10 @@ from unified_trainer.models.sparse_attention import (
     SparseAttentionConfig,
     Tiles,
     attend_sparsely,
+    flex_fine,
     kernel_fine,
     masked_fine,
+    plain_fine,
 )
 from unified_trainer.models.wan.family import WAN as FAMILY
 from unified_trainer.models.wan.model import WanModel
@@ -355,6 +357,30 @@ def test_the_kernels_get_padded_tiles_and_give_what_the_mask_gives(stand_in):
         found.append((out, *torch.autograd.grad(out, parts, up)))
     for ours, kernels in zip(*found, strict=True):
         torch.testing.assert_close(kernels, ours, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("tile", [(2, 2, 2), (4, 4, 4), (5, 5, 3)])
+def test_flex_attention_gives_what_the_mask_gives(tile, monkeypatch):
+    """Tiles of 8, 64 and 75 slots, cut at the ends: in blocks of 64, 64 and 128."""
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_parts: None)
+    tiles = Tiles.of(SparseAttentionConfig(share=0.5, tile=tile), GRID, 0.5)
+    parts = heads(d=16)
+    up = torch.randn_like(parts[0])
+    found = []
+    for fine in (masked_fine, flex_fine):
+        out = attend_sparsely(*parts, tiles, fine)
+        found.append((out, *torch.autograd.grad(out, parts, up)))
+    for ours, flex in zip(*found, strict=True):
+        torch.testing.assert_close(flex, ours, rtol=0, atol=1e-5)
+
+
+def test_an_accelerator_never_gets_the_mask_of_all_pairs():
+    assert plain_fine(torch.device("cuda")) is flex_fine and plain_fine(torch.device("cpu")) is masked_fine
+    with pytest.raises(UserError, match=r"sparse_attention\.share: mps has neither FlexAttention nor the kernels"):
+        plain_fine(torch.device("mps"))
+    assert "torch 2.12 and Python 3.12" in SparseAttentionConfig(share=0.5).lacks_kernel("cuda", 64)
 
 
 @pytest.mark.slow

@@ -64,6 +64,35 @@ def test_order_on_cuda(monkeypatch, choice, order):
     assert attention_order(choice, CUDA) == order.split()
 
 
+@pytest.mark.parametrize(
+    ("choice", "taken", "capability", "warns"),
+    [
+        ("auto", "cudnn", 9, False),
+        ("auto", "flash", 9, True),
+        ("cudnn", "flash", 10, True),
+        ("auto", "flash", 8, False),
+        ("flash", "flash", 9, False),
+    ],
+)
+def test_the_kernel_that_torch_takes_is_named(monkeypatch, choice, taken, capability, warns):
+    """With a cuDNN up to 9.15 torch takes FlashAttention 2 on Hopper and Blackwell, where cuDNN's kernel is faster."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, device, **how: empty(*shape, **how))
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *inputs: device_module.ATTENTION[taken].value)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    words, warning = device_module.attention_in_words(choice, CUDA)
+    assert words.startswith(f"{taken} (order: ") and bool(warning) == warns
+    if warns:
+        assert "computed by flash" in warning and "newer nvidia-cudnn" in warning
+
+
+def test_the_kernel_of_a_cpu_is_named():
+    use_attention("math", CPU)
+    assert device_module.attention_in_words("math", CPU) == ("math (order: math)", "")
+    use_attention("auto", CPU)
+    assert device_module.attention_in_words("auto", CPU) == ("flash (order: torch's own)", "")
+
+
 @pytest.mark.parametrize("choice", ["flash", "math"])
 def test_torch_does_not_set_its_own_order_later(monkeypatch, choice):
     """It does so when it first chooses a kernel on CUDA, where an H200 then ignored the order that a run had set."""

@@ -247,6 +247,33 @@ def test_a_network_that_reads_values_is_not_counted_and_says_so_once(capsys):
         count_pass(model := ConvolutionsModel(Convolutions(reads=True)), lambda: model.network(noise().to("meta")))
 
 
+class Twice(torch.nn.Module):
+    """A block that runs its layer once, or twice by a switch that its weights do not show."""
+
+    runs = 0
+
+    def __init__(self, *, twice):
+        super().__init__()
+        self.twice, self.layer = twice, torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        Twice.runs += 1
+        return self.layer(self.layer(x)) if self.twice else self.layer(x)
+
+
+def test_blocks_alike_run_once_and_all_are_counted():
+    """6 rows through a matrix of 16 weights take 192 FLOPs."""
+    with torch.device("meta"):
+        network = torch.nn.Sequential(*(Twice(twice=twice) for twice in (False, False, True, False)))
+        network.blocks = tuple(network)
+        count = count_pass(ConvolutionsModel(network), lambda: network(torch.zeros(2, 3, 4)))
+    assert [(part.module, part.block, part.products) for part in count.parts] == [
+        (f"{i}.layer", i, 384 if i == 2 else 192) for i in range(4)
+    ]
+    assert Twice.runs == 2
+    assert not any("forward" in vars(block) for block in network)
+
+
 def test_a_pass_is_counted_on_the_copy_once_for_each_shape(monkeypatch):
     """Two passes of one shape, of which one has a mask, run the copy once; so do roles of one architecture."""
     student, other, runs = causal(), causal(), []

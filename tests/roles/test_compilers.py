@@ -50,8 +50,8 @@ def test_a_run_that_calls_no_compiler_starts_none(compile, backend, started, mon
 @pytest.mark.filterwarnings(
     "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
 )  # of torch about itself
-@pytest.mark.parametrize("memory", ["none", "selective"])
-def test_every_graph_is_compiled_with_our_options(started, monkeypatch, memory):
+@pytest.mark.parametrize(("memory", "tuned"), [("none", False), ("selective", False), ("none", True)])
+def test_every_graph_is_compiled_with_our_options(started, monkeypatch, memory, tuned):
     """With gradient and without, of several shapes: a global setting would hold for the first graph of a process alone.
 
     Inductor is stopped where it has the graphs of a forward or a backward pass, which then run as they are.
@@ -64,15 +64,16 @@ def test_every_graph_is_compiled_with_our_options(started, monkeypatch, memory):
 
     def as_it_is(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor], **_how: object) -> Callable[..., object]:
         config = torch._inductor.config
-        found.append((config.deterministic, config.emulate_precision_casts, config.triton.mix_order_reduction))
+        ours = (config.emulate_precision_casts, config.triton.mix_order_reduction)
+        found.append((config.deterministic, config.max_autotune, *ours))
         return boxed_nop(graph, ())
 
     monkeypatch.setattr(compile_fx, "compile_fx", functools.partial(whole, inner_compile=as_it_is))
     block = torch.nn.Linear(3, 3)
-    blocks.prepare_blocks([block], Recompute.of_setting(memory, 1), nullcontext, lambda *inputs: inputs)
+    blocks.prepare_blocks([block], Recompute.of_setting(memory, 1), nullcontext, lambda *inputs: inputs, tuned=tuned)
     for samples in (1, 2):
         for gradient in (False, True):
             with torch.set_grad_enabled(gradient):
                 result = block(torch.ones(samples, 3))
         result.sum().backward()
-    assert len(found) == 6 and set(found) == {(True, True, False)}
+    assert len(found) == 6 and set(found) == {(not tuned, tuned, True, False)}

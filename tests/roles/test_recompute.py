@@ -180,6 +180,7 @@ def test_with_auto_what_cannot_be_compiled_runs_uncompiled(how, monkeypatch):
         ("auto", "cuda", "absent-compiler", False),
         ("auto", "npu", "sh", False),
         (True, "cpu", "sh", True),
+        ("max_autotune", "cpu", "sh", True),
         (False, "cuda", "sh", False),
     ],
 )

@@ -15,6 +15,7 @@ from helpers import ALONE, REPO, shell
 sys.path.insert(0, str(REPO / "scripts"))
 import bench_gpu
 import recorded_calls
+from random_wan import write
 
 FACTS = {"device": "a device", "time": "2026-01-02T03:04:05", "command": "c", "versions": {"torch": "2"}}
 
@@ -38,6 +39,19 @@ def test_a_row_that_fails_does_not_end_the_others(tmp_path, capsys):
     table = (tmp_path / "bench.md").read_text()
     assert "a device, torch 2, 2026-01-02, `c`." in table and "| broken | ZeroDivisionError" in table
     assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_the_largest_kernels_of_a_pass_are_rows(tmp_path):
+    write(tmp_path / "wan", bench_gpu.SMALL.architecture, torch.device("cpu"))
+    measured = bench(tmp_path)
+    bench_gpu.kernels(measured)
+    assert not any(row.get("failed") for row in measured.rows)
+    names = [row["name"] for row in measured.rows]
+    assert len(names) == 2 * bench_gpu.KERNELS
+    assert any("aten::addmm" in name for name in names) and any("backward" in name for name in names)
+    shares = [row["share"] for row in measured.rows[: bench_gpu.KERNELS]]
+    assert sorted(shares, reverse=True) == shares and 0.5 < sum(shares) <= 1
+    assert "calls" in (tmp_path / "bench.md").read_text()
 
 
 def test_no_row_begins_after_the_time(tmp_path):

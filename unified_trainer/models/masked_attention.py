@@ -29,7 +29,7 @@ def attend(query: Queries, key: Keys, value: Keys, mask: Mask | None) -> Queries
         return dispatch_attention_fn(query, key, value, backend=other)
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
     if isinstance(mask, BlockMask):
-        return _compiled_flex_attention()(query, key, value, block_mask=mask).transpose(1, 2)
+        return compiled_flex_attention()(query, key, value, block_mask=mask).transpose(1, 2)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
 
 
@@ -53,22 +53,22 @@ def _block_mask(frame_mask: Bool[Tensor, "t t"], tokens: int) -> BlockMask:
     partial = (touches @ sees @ touches.T > 0) & ~full
 
     return BlockMask.from_kv_blocks(
-        *_listed(partial),
-        *_listed(full),
+        *listed(partial[None, None]),
+        *listed(full[None, None]),
         BLOCK_SIZE=BLOCK,
         mask_mod=lambda _sample, _head, query, key: frame_mask[query // tokens, key // tokens],
         seq_lengths=(n, n),
     )
 
 
-def _listed(blocks: Bool[Tensor, "q k"]) -> tuple[Tensor, Tensor]:
+def listed(blocks: Bool[Tensor, "b heads q k"]) -> tuple[Tensor, Tensor]:
     """Count the key blocks of each query block, and list them first."""
-    order = (~blocks).int().argsort(dim=1, stable=True)
-    return blocks.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]
+    order = (~blocks).int().argsort(dim=-1, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), order.int()
 
 
 @functools.cache
-def _compiled_flex_attention() -> Callable[..., Tensor]:
+def compiled_flex_attention() -> Callable[..., Tensor]:
     limit = torch._dynamo.config.recompile_limit  # beyond it, it would run uncompiled: whole products in memory
     torch._dynamo.config.recompile_limit = max(limit, GRAPHS)
     return torch.compile(flex_attention, dynamic=False)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from unified_trainer.basics.errors import UserError
@@ -84,6 +84,7 @@ class _Record:
         self._counter, self._counted = FlopCounterMode(display=False), Counter[Any]()
         self._running, self._block = [""], -1  # the modules that run, the innermost last
         self._flops: dict[tuple[str, int], Counter[Any]] = defaultdict(Counter)  # by module and block
+        self._runs: dict[tuple[Any, ...], tuple[dict[str, Counter[Any]], Any]] = {}  # of blocks: FLOPs and output
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -91,6 +92,10 @@ class _Record:
             for name, module in self._modules.items():
                 hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name), prepend=True))
                 hooks.enter_context(module.register_forward_hook(self._leave))
+                if module in self._numbers:
+                    own = (setattr, module, "forward", module.forward) if "forward" in vars(module) else None
+                    hooks.callback(*own or (delattr, module, "forward"))
+                    module.forward = self._once(name, module)
             yield
 
     def parts(self) -> Iterator[Part]:
@@ -100,6 +105,29 @@ class _Record:
             products = sum(n for op, n in flops.items() if has_matrix and (is_leaf or op not in OF_ACTIVATIONS))
             if total:
                 yield Part(name, block, products, total - products)
+
+    def _once(self, name: str, block: nn.Module) -> Callable[..., Any]:
+        """Return a forward pass of a block that runs only where none alike has run on inputs of these shapes."""
+        forward, form = block.forward, repr([_form(part) for part in block.modules()])
+
+        def call(*inputs: Any, **named: Any) -> Any:
+            leaves, tree = tree_flatten((inputs, named))
+            key = (form, str(tree), *((x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves))
+            self._note()
+            if key in self._runs:
+                own, output = self._runs[key]
+                for inside, flops in own.items():
+                    self._flops[name + inside, self._block] += flops
+                return tree_map_only(Tensor, torch.empty_like, output)
+            before = {place: Counter(flops) for place, flops in self._flops.items()}
+            output = forward(*inputs, **named)
+            self._note()
+            ran = {place: flops - before.get(place, Counter()) for place, flops in self._flops.items()}
+            own = {module.removeprefix(name): flops for (module, at), flops in ran.items() if at == self._block}
+            self._runs[key] = own, output
+            return output
+
+        return call
 
     def _enter(self, name: str, module: nn.Module, _inputs: Any) -> None:
         self._note()
@@ -116,3 +144,9 @@ class _Record:
         now = Counter(self._counter.flop_counts["Global"])
         self._flops[self._running[-1], self._block] += now - self._counted
         self._counted = now
+
+
+def _form(module: nn.Module) -> tuple[Any, ...]:
+    """Return what the FLOPs of a module follow from, beside its inputs and the modules inside it."""
+    plain = {name: x if isinstance(x, (bool, int, float, str, tuple)) else type(x) for name, x in vars(module).items()}
+    return type(module), [(name, p.shape) for name, p in module.named_parameters(recurse=False)], plain

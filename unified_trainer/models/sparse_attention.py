@@ -8,24 +8,28 @@ adds the coarse branch to the fine one.
 import importlib.util
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Count, Decay, PeriodOrZero
 from unified_trainer.basics.versions import install
-from unified_trainer.parallel.device import has_sparse_kernels
+from unified_trainer.models.masked_attention import compiled_flex_attention, listed
+from unified_trainer.parallel.device import has_flex_attention, has_sparse_kernels
 
 Tokens = Float[Tensor, "b n heads d"]
 Order = Int[Tensor, "b heads tiles tiles"]  # the tiles of keys of each tile of queries, of highest score first
 KERNEL = "fastvideo_kernel"  # package
 KERNEL_TILE, KERNEL_HEADS = (4, 4, 4), (64, 128)  # the tile and the head sizes that its kernels take
 KERNELS = tuple(f"{KERNEL}::block_sparse_attn_{kind}" for kind in ("sm90", "triton"))  # their operations
-INSTALL = install("fastvideo")
+INSTALL = f"{install('fastvideo')}; it is built for torch 2.12 and Python 3.12"
+FLEX = 64  # tokens that a block of FlexAttention is a multiple of
+FLEX_OPTIONS = {name: FLEX for name in ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")}
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,11 @@ class Tiles:
         sums = self.padded(x).unflatten(2, (-1, self.whole)).sum(3, dtype=torch.float32)
         return (sums / self.sizes[:, None]).to(x)
 
+    def chosen(self, order: Order) -> Bool[Tensor, "b heads tiles tiles"]:
+        """Return whether a tile of queries attends to a tile of keys: to the first kept tiles of its row."""
+        places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+        return torch.zeros_like(order, dtype=torch.bool).scatter(-1, order, places < self.kept)
+
 
 Fine = Callable[[Tokens, Tokens, Tokens, Order, Tiles], Tokens]
 
@@ -143,11 +152,40 @@ def attend_sparsely(query: Tokens, key: Tokens, value: Tokens, gate: Tokens, til
 
 def masked_fine(query: Tokens, key: Tokens, value: Tokens, order: Order, tiles: Tiles) -> Tokens:
     """Attend to the tokens of the first kept tiles of each row of `order`: all pairs are computed, and masked."""
-    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    chosen = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order, places < tiles.kept)
-    mask = chosen.index_select(2, tiles.of_token).index_select(3, tiles.of_token)
+    mask = tiles.chosen(order).index_select(2, tiles.of_token).index_select(3, tiles.of_token)
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
     return scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
+
+
+def flex_fine(query: Tokens, key: Tokens, value: Tokens, order: Order, tiles: Tiles) -> Tokens:
+    """Attend as `masked_fine` by FlexAttention, which computes the kept tiles alone: each is a block of its mask."""
+    block = -(-tiles.whole // FLEX) * FLEX
+    slot = tiles.slot // tiles.whole * block + tiles.slot % tiles.whole
+    wide, sizes = replace(tiles, slot=slot, whole=block), tiles.sizes
+    chosen, full = tiles.chosen(order), sizes == block
+    mask = BlockMask.from_kv_blocks(
+        *listed(chosen & ~full),
+        *listed(chosen & full),
+        BLOCK_SIZE=block,
+        mask_mod=lambda b, head, q, k: chosen[b, head, q // block, k // block] & (k % block < sizes[k // block]),
+        seq_lengths=(len(sizes) * block,) * 2,
+    )
+    parts = (wide.padded(part) for part in (query, key, value))
+    run = flex_attention if query.device.type == "cpu" else compiled_flex_attention()
+    out = run(*parts, block_mask=mask, kernel_options=FLEX_OPTIONS)
+    return out.transpose(1, 2).index_select(1, slot)
+
+
+def plain_fine(device: torch.device) -> Fine:
+    """Return the fine branch without kernels of another package; UserError for an accelerator without FlexAttention."""
+    if device.type == "cpu":
+        return masked_fine
+    if has_flex_attention(device):
+        return flex_fine
+    raise UserError(
+        f"sparse_attention.share: {device.type} has neither FlexAttention nor the kernels of {KERNEL}, and the mask of "
+        "all pairs of tokens takes too much memory: leave it out"
+    )
 
 
 def kernel_fine() -> Fine:

@@ -28,7 +28,8 @@ ATTENTION = {
     "math": SDPBackend.MATH,
 }
 # Kernels of other packages by the names of diffusers' attention dispatcher, where they have no backward pass.
-OTHER_ATTENTION = {"flash_3": "_flash_3", "flash_4": "flash_4_hub", "sage": "sage"}
+OTHER_ATTENTION = {"flash_3": "_flash_3_hub", "flash_4": "flash_4_hub", "sage": "sage_hub"}
+CUDNN_FIRST = (9, 10)  # compute capabilities where torch begins with cuDNN's kernel if cuDNN is new: Hopper, Blackwell
 _chosen_attention = ExitStack()  # torch keeps the order of kernels until this is closed
 _chosen_other: dict[str, str] = {}  # kind of device -> the dispatcher's name of a kernel of another package
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl", "cpu": "gloo"}
@@ -196,7 +197,7 @@ def other_attention(device: torch.device) -> str:
 
 
 def _check_other(choice: str) -> None:
-    """Raise UserError unless diffusers can use the kernel; it fetches that of `flash_4` from the hub here."""
+    """Raise UserError unless diffusers can use the kernel, which it fetches from the hub here."""
     from diffusers.models.attention_dispatch import attention_backend  # seconds, for those who choose such a kernel
 
     try:
@@ -204,7 +205,31 @@ def _check_other(choice: str) -> None:
             pass
     except Exception as error:  # of other packages, and of the network
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise UserError(f"parallel.attention {choice}: {reason}; or leave it at auto") from error
+        way_out = f"{install('kernels')}, or leave it at auto"
+        raise UserError(f"parallel.attention {choice}: {reason}; {way_out}") from error
+
+
+def attention_in_words(choice: Attention, device: torch.device) -> tuple[str, str]:
+    """Return what computes unmasked attention in bf16 as `use_attention` has set it, and a warning or "".
+
+    The warning is for Hopper and Blackwell, where torch takes FlashAttention 2 in silence if cuDNN is 9.15 or older.
+    """
+    order = ", ".join(attention_order(choice, device)) or "torch's own"
+    if device.type not in ("cpu", "cuda"):
+        return f"order of kernels: {order}", ""
+    query = torch.empty(1, 1, 1024, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
+    taken = SDPBackend(torch._fused_sdp_choice(query, query, query))
+    kernel = next(name for name, backend in ATTENTION.items() if backend == taken)
+    if choice in OTHER_ATTENTION:
+        return f"{choice} without gradient, {kernel} with", ""
+    first = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in CUDNN_FIRST
+    if kernel == "cudnn" or not first or choice not in ("auto", "cudnn"):
+        return f"{kernel} (order: {order})", ""
+    return f"{kernel} (order: {order})", (
+        f"warning: attention is computed by {kernel}, which takes up to 1.8 times as long here as cuDNN's kernel: "
+        "torch chooses that with a cuDNN above 9.15, so install a newer nvidia-cudnn; this one is "
+        f"{torch.backends.cudnn.version()}"
+    )
 
 
 def rounds_products() -> bool:

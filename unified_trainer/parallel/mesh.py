@@ -53,7 +53,8 @@ class ParallelConfig:
     update."""
     attention: Attention = "auto"
     """Kernel of unmasked attention that is tried first; `auto` is torch's own choice. flash_3, flash_4 and sage are
-    FlashAttention 3 and 4 and SageAttention, which must be installed, and compute passes in bf16 without gradient; sage
+    FlashAttention 3 and 4 and SageAttention, which the package kernels fetches from the hub, and compute passes in bf16
+    without gradient; sage
     is refused for methods that train on rewards of their samples."""
     tf32: TF32 = "convolutions"
     """Float32 operations that round their inputs to TF32 (10 bits of mantissa) on a GPU, which is faster: none;

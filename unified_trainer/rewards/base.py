@@ -219,8 +219,8 @@ class PromptRules:
 class ScorerKind:
     """A kind of scorer: how its settings are checked and how it is loaded.
 
-    A module-level object of this class, in a file of this folder or named by a setting as path/to/file.py:NAME, is all
-    that a new kind needs.
+    A module-level object of this class, in a file that a setting names as path/to/file.py:NAME, is all that a new kind
+    needs; those of this folder have a name in scorers.py.
     """
 
     name: str  # the value of `kind` in the settings

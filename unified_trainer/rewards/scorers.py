@@ -2,8 +2,7 @@
 
 import importlib
 import inspect
-import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
@@ -37,20 +36,30 @@ from unified_trainer.rewards.scorer_pool import in_pool
 from unified_trainer.rewards.scorer_process import ScorerProcess, check_own_python
 from unified_trainer.rewards.time_limit import limited
 
-
-def _kinds() -> dict[str, ScorerKind]:
-    """Collect the kinds that the modules of this package define, by name."""
-    kinds: dict[str, ScorerKind] = {}
-    for module in pkgutil.iter_modules(rewards.__path__, f"{rewards.__name__}."):
-        if module.name == __name__:
-            continue
-        for found in vars(importlib.import_module(module.name)).values():
-            if isinstance(found, ScorerKind) and kinds.setdefault(found.name, found) is not found:
-                raise ValueError(f"{module.name}: another scorer is named {found.name}")
-    return kinds
+OF_PIXELS = "sharpness motion_smoothness saturation dark_share edge_density motion_energy temporal_flickering"
+OWN = "hpsv3 videoalign hpsv2 clip aesthetic background_consistency subject_consistency ocr vlm vlm_pairs"
+MODULES = {  # of the kinds by name
+    **{name: name for name in OWN.split()},
+    **dict.fromkeys([*OF_PIXELS.split(), "first_frame_likeness"], "pixels"),
+    "http": "remote",
+}
 
 
-KINDS: dict[str, ScorerKind] = _kinds()
+class _Kinds(Mapping[str, ScorerKind]):
+    """The kinds of this package by name; the module of one is imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> ScorerKind:
+        found = vars(importlib.import_module(f"{rewards.__name__}.{MODULES[name]}")).values()
+        return next(kind for kind in found if isinstance(kind, ScorerKind) and kind.name == name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(MODULES)
+
+    def __len__(self) -> int:
+        return len(MODULES)
+
+
+KINDS = _Kinds()
 
 
 def scorer_kind(config: ScorerConfig, key: str, timeout: float) -> ScorerKind:

@@ -98,7 +98,8 @@ class Backbone:
         self.compiled = compiles(compile, mesh.device.type)
         inputs = model.compiled_inputs if self.compiled else None
         failed = self._uncompiled if compile == "auto" else None
-        prepare_blocks(model.blocks, recompute, lambda: self._adapter(self._running), inputs, failed)
+        tuned = compile == "max_autotune"
+        prepare_blocks(model.blocks, recompute, lambda: self._adapter(self._running), inputs, failed, tuned=tuned)
         shard(model.network, model.blocks, mesh, half=self.half_passes)
         model.read(mesh, merged)
         trained_weights = [p for p in model.network.parameters() if p.requires_grad]

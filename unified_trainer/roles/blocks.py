@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -21,11 +21,11 @@ from unified_trainer.roles.recompute import Recompute, Recomputed, selective_pol
 
 Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 BlockInputs = Callable[..., tuple[Any, ...]]
-Compile = Literal["auto"] | bool
+Compile = Literal["auto", "max_autotune"] | bool
 BACKEND = "inductor"
 # Options of Inductor are given with each graph: whenever Dynamo has compiled a frame, torch sets the global
 # `deterministic` back, so that only the first graph of a process would have it.
-INDUCTOR: dict[str, bool] = {
+INDUCTOR: Mapping[str, bool] = {
     "emulate_precision_casts": True,  # fused kernels round in bf16 where the uncompiled block does
     # Reductions are not chosen by measured time: passes with and without gradient, and those of a resumed run, would
     # add in another order.
@@ -33,6 +33,8 @@ INDUCTOR: dict[str, bool] = {
     # It leaves parts of the gradients of scale_shift_table and of the time embedding unwritten (pytorch issue 193061).
     "triton.mix_order_reduction": False,
 }
+# Kernels of products by their measured time too, which deterministic mode does not allow.
+AUTOTUNED = {**INDUCTOR, "max_autotune": True, "deterministic": False}
 
 
 def may_compile(setting: Compile, kind: str) -> bool:
@@ -40,7 +42,7 @@ def may_compile(setting: Compile, kind: str) -> bool:
 
     With `auto` they are on accelerators that Inductor has a compiler for.
     """
-    return kind != "cpu" and kind in COMPILERS if setting == "auto" else setting
+    return kind != "cpu" and kind in COMPILERS if setting == "auto" else bool(setting)
 
 
 def compiles(setting: Compile, kind: str) -> bool:
@@ -50,8 +52,8 @@ def compiles(setting: Compile, kind: str) -> bool:
 
 
 def widest(settings: Iterable[Compile]) -> Compile:
-    """Return the setting of a network that roles of these settings share: True before auto before False."""
-    return max(settings, key=[False, "auto", True].index)
+    """Return the setting of a network that these roles share: the last of False, auto, True and max_autotune."""
+    return max(settings, key=[False, "auto", True, "max_autotune"].index)
 
 
 def check_compiler(role: str, kind: str) -> None:
@@ -89,14 +91,17 @@ def prepare_blocks(
     adapter: Callable[[], AbstractContextManager[object]],
     compiled_inputs: BlockInputs | None = None,
     failed: Callable[[str], object] | None = None,
+    *,
+    tuned: bool = False,
 ) -> None:
     """Set the forward pass of each block; hooks of a block, such as those of FSDP2, stay outside of it.
 
     `adapter` makes a context for each pass in which its activations can be recomputed later. With `compiled_inputs` the
     blocks are compiled; it turns a block's inputs into those of the compiled function. If a block cannot be compiled,
     `failed` gets the reason once and all blocks run uncompiled from there on; without `failed` this is a UserError.
+    `tuned` chooses kernels of products by their time.
     """
-    graphs = _Graphs(failed)
+    graphs = _Graphs(failed, AUTOTUNED if tuned else INDUCTOR)
     if compiled_inputs is not None and BACKEND == "inductor":
         start_compilers()
     for place, block in enumerate(blocks):
@@ -143,8 +148,8 @@ def _recomputed(
 class _Graphs:
     """The compiled blocks of a network."""
 
-    def __init__(self, failed: Callable[[str], object] | None) -> None:
-        self._failed, self._off = failed, False
+    def __init__(self, failed: Callable[[str], object] | None, options: Mapping[str, bool]) -> None:
+        self._failed, self._off, self._options = failed, False, dict(options)
 
     def compiled(
         self,
@@ -165,7 +170,7 @@ class _Graphs:
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # parallel.tf32 decides
         _configure()
         inner = _kept_products(forward) if how == "selective" else forward
-        options = INDUCTOR if BACKEND == "inductor" else None
+        options = self._options if BACKEND == "inductor" else None
         graph = torch.compile(inner, fullgraph=True, dynamic=False, backend=BACKEND, options=options)
         uncompiled = _recomputed(forward, how, adapter) if how == "selective" else forward
 

@@ -57,7 +57,9 @@ class RoleConfig:
     network gets two experts, which both start from that network."""
     compile: Compile = "auto"
     """Compile the network's blocks with torch.compile, each as one graph: a slow first step, faster ones after it. auto
-    does so on accelerators that have a compiler; blocks that cannot be compiled then run uncompiled, with a warning."""
+    does so on accelerators that have a compiler; blocks that cannot be compiled then run uncompiled, with a warning.
+    max_autotune takes the kernels of products that are fastest when they are measured: another process may measure
+    others, so that results are not repeated bit by bit, by a resumed run either."""
     adapter: AdapterFileConfig = field(default_factory=AdapterFileConfig)
     adapters: Adapters = ()
     """Adapters made elsewhere, in place of `adapter.path`: their changes are added, each times the factor after its

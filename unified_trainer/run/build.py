@@ -31,7 +31,7 @@ from unified_trainer.methods.rl.rollout_method import with_buffer
 from unified_trainer.methods.rl.rollouts import LocalRollouts, Rollouts
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.agreement import assert_equal
-from unified_trainer.parallel.device import attention_order, has_tf32, require_memory
+from unified_trainer.parallel.device import attention_in_words, has_tf32, require_memory
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.latents import reward_of
 from unified_trainer.rewards.reward import Reward, RewardSum
@@ -114,16 +114,16 @@ class Built:
         self.validation = self._validation()
         # Last, so that a folder of weights that is not whole is refused before any file is written.
         encoded = self._encode()
-        kernels = ", ".join(attention_order(run.parallel.attention, mesh.device)) or "torch's order of kernels"
+        kernel, slower = attention_in_words(run.parallel.attention, mesh.device)
         # Models, reward, prompts and video size.
-        self.summary = summary(plan.run, plan, self.roles, self._source) | {"attention": kernels}
+        self.summary = summary(plan.run, plan, self.roles, self._source) | {"attention": kernel}
         buckets = plan.trained_shapes.items() if shapes else ()
         self.summary |= {f"bucket {name}": f"{shapes.count(shape)} clips, latents {shape}" for name, shape in buckets}
         self.summary |= ({"TF32": run.parallel.tf32} if has_tf32(mesh.device) else {}) | places
         trained = {name: config for name, config in run.roles.items() if isinstance(config, TrainableConfig)}
         half = ", ".join(name for name, config in trained.items() if config.moments == "bf16")
         precision = f"precision: {PRECISION}{f'; moments of {half} bf16' if half else ''}"
-        self.notes = (f"ranks: {mesh}", precision, *encoded, *filter(None, (self.learned, *plan.notes)))
+        self.notes = (f"ranks: {mesh}", precision, *encoded, *filter(None, (slower, self.learned, *plan.notes)))
 
     def close(self) -> None:
         """End the reading of clips, and the scorers' processes and the workers of the run, if it has some."""

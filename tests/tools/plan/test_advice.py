@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from unified_trainer.run.settings.command_line import parse
-from unified_trainer.tools.plan import advice
+from unified_trainer.run.settings.command_line import parse, with_settings
+from unified_trainer.tools.plan import advice, rehearsal
+from unified_trainer.tools.plan.estimate import needs
 
 
 @pytest.mark.slow
@@ -20,7 +21,7 @@ def test_what_lowers_nothing_is_left_out_and_the_rest_is_tried_together(monkeypa
         memory = SimpleNamespace(peak="rollout", total=lambda phase: 100.0 - saved)
         return SimpleNamespace(memory=memory)
 
-    monkeypatch.setattr(advice, "estimate", estimated)
+    monkeypatch.setattr(advice, "needs", estimated)
     alone, together = advice.better_settings(run, 1, 100.0, usable)
     assert [one.peak for one in alone] == [80.0, 85.0]
     assert alone[0].flags == "--video.frames 9" and alone[1].flags == "--student.ema-device cpu"
@@ -28,3 +29,32 @@ def test_what_lowers_nothing_is_left_out_and_the_rest_is_tried_together(monkeypa
         assert together is None
     else:
         assert together.peak == 65.0 and all(one.flags in together.flags for one in alone)
+
+
+@pytest.mark.slow
+def test_runs_that_differ_in_no_pass_share_a_rehearsal(monkeypatch):
+    """Averages, moments, recomputation, shards and the number of validation's samples change none."""
+    run, rehearsed, train = parse(["--method", "dmd2", "--recipe", "tiny"]), [], rehearsal._train
+    monkeypatch.setattr(rehearsal, "_TRAINED", {})
+    monkeypatch.setattr(rehearsal, "_train", lambda *given, **more: rehearsed.append(given) or train(*given, **more))
+    whole = needs(run, 2).counts
+    unseen = {"student.ema_decay": 0.9, "student.moments": "bf16", "critic.activation_memory": "full"}
+    unseen |= {"validation.num_samples": 2, "parallel.offload_optimizer": True, "encoders.offload": True}
+    other = needs(with_settings(run, unseen, "test"), 2).counts
+    assert len(rehearsed) == 1 and other.losses == whole.losses and len(other.validation) == len(whole.validation)
+    assert {call.samples for call in other.validation} == {1} != {call.samples for call in whole.validation}
+    assert needs(with_settings(run, {"video.frames": 1}, "test"), 2).counts.losses != whole.losses
+    assert len(rehearsed) == 2
+
+
+@pytest.mark.slow
+def test_calls_outside_of_the_window_are_counted():
+    """Two rollouts of 12 calls; with outside_steps 4 and a window of 2 they take 6."""
+    words = ["--method", "dance_grpo", "--recipe", "tiny", "--validate-every", "0", "--sampler.num-steps", "12"]
+    words += ["--algorithm.window.size", "2"]
+    every, fewer = (
+        needs(parse([*words, *more]), 1).counts.calls()["student"]
+        for more in ([], ["--algorithm.window.outside-steps", "4"])
+    )
+    assert (every["without gradient"], fewer["without gradient"]) == (24, 12)
+    assert every["with gradient"] == fewer["with gradient"] == 4

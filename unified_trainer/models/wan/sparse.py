@@ -27,6 +27,7 @@ from unified_trainer.models.sparse_attention import (
     attend_sparsely,
     kernel_fine,
     masked_fine,
+    plain_fine,
 )
 from unified_trainer.models.wan.attention import LayerPass, SelfAttention, normed, project_out, rotate, set_attention
 from unified_trainer.models.wan.image_model import FirstFrameWanModel
@@ -55,7 +56,7 @@ class SparseWanModel(FirstFrameWanModel):
         super().__init__(network, folder)
         self._config, self.share = config, config.share
         self._tiles: Tiles | None = None  # of the pass that runs
-        self._fine: Fine = masked_fine
+        self._fine: tuple[Fine, Fine] = masked_fine, masked_fine  # in bf16, and in other precisions
         for block in network.blocks:
             gate = nn.Linear(self.feature_size, self.feature_size, device=gates)
             for p in gate.parameters():
@@ -83,10 +84,10 @@ class SparseWanModel(FirstFrameWanModel):
         return model
 
     def read(self, mesh: Mesh, merged: AdapterFile | None = None) -> None:
+        plain = plain_fine(mesh.device)
         super().read(mesh, merged)
-        if not self.lacks_kernel(mesh.device.type):
-            self._fine = kernel_fine()
-            self._set_attention()
+        self._fine = plain if self.lacks_kernel(mesh.device.type) else kernel_fine(), plain
+        self._set_attention()
 
     def lacks_kernel(self, device: str) -> str:
         """Return what keeps bf16 passes on such a device from the kernels; empty where they run on them."""
@@ -123,7 +124,7 @@ class SparseWanModel(FirstFrameWanModel):
 class _SparseAttention(SelfAttention):
     """Sparse self-attention over the tokens of the pass: all tokens, and on each rank its heads."""
 
-    def __init__(self, block: nn.Module, fine: Fine) -> None:
+    def __init__(self, block: nn.Module, fine: tuple[Fine, Fine]) -> None:
         self._block, self._fine = block, fine
 
     def __call__(
@@ -144,7 +145,7 @@ class _SparseAttention(SelfAttention):
             query, key, value, gate = (
                 tokens_to_heads(part, now.tokens, now.mesh) for part in (query, key, value, gate)
             )
-        fine = self._fine if value.dtype == torch.bfloat16 else masked_fine  # kernels compute in bf16 alone
+        fine = self._fine[value.dtype != torch.bfloat16]  # kernels compute in bf16 alone
         out = attend_sparsely(query, key, value, gate, now.tiles, fine)
         return project_out(attn, heads_to_tokens(out, now.mesh) if now.mesh else out)
 

@@ -7,6 +7,7 @@ from unified_trainer.basics.input_files import Schema, read_as
 from unified_trainer.methods import METHODS
 from unified_trainer.methods.base import Method
 from unified_trainer.models.base import SparseVideoModel
+from unified_trainer.parallel.device import has_flex_attention
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.causal import Causal
 from unified_trainer.run.plan.roles import RolePlan
@@ -95,6 +96,8 @@ def check_sparse(run: RunConfig, method: type[Method], roles: Mapping[str, RoleP
         lacks = model.lacks_kernel(mesh.device.type)
         if not lacks and role.config.precision != "bf16":
             lacks = f"{name}.precision is {role.config.precision}, and they take bf16"
-        torch = f"plain torch, which computes all pairs of tokens. The kernels of fastvideo-kernel do not run: {lacks}"
+        flex = has_flex_attention(mesh.device)
+        torch = "FlexAttention on the kept tiles" if flex else "plain torch, which computes all pairs of tokens"
+        torch = f"{torch}. The kernels of fastvideo-kernel do not run: {lacks}"
         lines.append(f"{key}: " + (torch if lacks else "the kernels of fastvideo-kernel"))
     return "\n".join(lines)

@@ -299,7 +299,7 @@ def _roles(run: RunConfig, method: type[Method], mesh: Mesh) -> dict[str, RolePl
     starting = not (run.resume and manifest.folders(run.resume / "checkpoints"))
     roles = plan_roles(run, method, starting=starting)
     for name, role in roles.items():
-        if role.config.compile is True:
+        if role.config.compile in (True, "max_autotune"):
             check_compiler(name, mesh.device.type)
     check_method(run, {name: role.config for name, role in roles.items()}, roles)
     return roles

@@ -16,6 +16,7 @@ from unified_trainer.basics.trust import Fact, is_asking, remember, require
 from unified_trainer.methods import METHODS
 from unified_trainer.numerics.objectives import OBJECTIVES
 from unified_trainer.rewards.own_settings import by_form
+from unified_trainer.rewards.scorers import KINDS
 from unified_trainer.run.settings.settings import Setting, hints
 
 GROUPS: dict[str, Literal["methods", "scorers", "objectives"]] = {
@@ -74,8 +75,6 @@ def _effect(key: str, settings: Mapping[str, Any], known: Mapping[str, Setting])
     """Return the mark of a setting, of a scorer's own too; what a user's code does with a text is not known."""
     section, _, name = key.partition(".settings.") if key.startswith("reward.") else (key, "", "")
     if name:
-        from unified_trainer.rewards.scorers import KINDS  # takes a while: most runs have no such setting
-
         kind = KINDS.get(str(settings.get(f"{section}.kind") or "hpsv3"))
         if kind is not None and kind.declared is not None:
             return effect_of(hints(kind.declared).get(name))
@@ -93,8 +92,6 @@ def _code(key: str, text: str) -> Code | None:
     group = GROUPS.get(key) or GROUPS.get(key.rpartition(".")[2])
     if group is None or text in METHODS or text in OBJECTIVES or not (spec := installed(group).get(text)):
         return None
-    from unified_trainer.rewards.scorers import KINDS
-
     return None if text in KINDS else Code.read(spec)
 
 

@@ -1,4 +1,4 @@
-"""The settings that lower a run's peak memory most, found by estimating the run with each of them."""
+"""The settings that lower a run's peak memory most, found by planning the run with each of them."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.run.registry import method_named
 from unified_trainer.run.settings.command_line import with_settings
 from unified_trainer.run.settings.config import RunConfig, flat, plain
-from unified_trainer.tools.plan.estimate import Estimate, estimate
+from unified_trainer.tools.plan.estimate import Estimate, needs
 from unified_trainer.tools.plan.memory import memory_of
 
 BEST = 3  # settings that are named
@@ -71,7 +71,7 @@ def fitting_blocks(planned: Estimate, usable: float) -> Better | None:
 def _peak(run: RunConfig, settings: Mapping[str, Any], ranks: int) -> float | None:
     """Return the peak in bytes with these settings; None if the run cannot have them."""
     try:
-        memory = estimate(with_settings(run, settings, "plan"), ranks).memory
+        memory = needs(with_settings(run, settings, "plan"), ranks).memory
     except UserError:
         return None
     return memory.total(memory.peak)

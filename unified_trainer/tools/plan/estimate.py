@@ -1,7 +1,7 @@
 """The whole estimate of a run: memory by phase, calls and FLOPs of a step, time, bytes between ranks, checkpoints."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -35,16 +35,28 @@ STEPS = 5  # training steps of a rehearsal of a method with one update a step; o
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Needs:
+    """The counts and sizes that the memory of a run follows from."""
+
+    run: RunConfig  # with the batch that fits
+    counts: Counts
+    sizes: Sizes
+    table: Mapping[str, int]  # how a training step's batch divides
+    notes: tuple[str, ...]
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The memory of one rank; passes are traced for it, which takes seconds."""
+        return memory_of(self.counts, self.sizes)
+
+
+@dataclass(frozen=True)
+class Estimate(Needs):
     """The needs of a run: memory is that of one rank, everything else of all ranks."""
 
-    run: RunConfig
     ranks: int
     sources: Mapping[str, str]  # of the sizes of each role's model
     parameters: Mapping[str, int]  # of each role
-    table: Mapping[str, int]  # how a training step's batch divides
-    counts: Counts
-    sizes: Sizes
     tokens: float  # that went forward in a training step
     model_flops: float  # of a training step
     executed_flops: float  # with recomputed activations
@@ -58,12 +70,6 @@ class Estimate:
     inside: float  # bytes that one rank sends in a training step to the ranks that share its copy of the weights
     across: float  # to those that hold the other copies
     checkpoint: float  # bytes on disk
-    notes: tuple[str, ...]
-
-    @cached_property
-    def memory(self) -> Memory:
-        """The memory of one rank; passes are traced for it, which takes seconds."""
-        return memory_of(self.counts, self.sizes)
 
     @property
     def sent(self) -> float:
@@ -111,8 +117,8 @@ class Estimate:
         return self.model_flops / (self.cards * card.flops * sum(self.seconds(replace(card, mfu=None)).values()))
 
 
-def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0, bucket: str = "") -> Estimate:
-    """Return the estimate, counted in a rehearsal of `steps` training steps from step `first` on.
+def needs(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0, bucket: str = "") -> Needs:
+    """Return what a run needs, counted in a rehearsal of `steps` training steps from step `first` on.
 
     By default they are STEPS steps from the middle of the run on, and one step of a method with rollouts. `bucket` is
     the name of a run of `by_bucket`. Raise UserError for settings that no run could have, such as a batch that the
@@ -141,13 +147,22 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0, buc
     )
     scorers, notes = _scorers(run)
     sizes = Sizes(run, models, ranks, scorers, table["samples per rank"], table["accumulation"])
+    return Needs(run, counts, sizes, table, (*filter(None, [fitted]), *assumed, *notes))
+
+
+def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0, bucket: str = "") -> Estimate:
+    """Return the estimate of what a run `needs`, with its FLOPs, bytes and work."""
+    needed = needs(run, ranks, first=first, steps=steps, bucket=bucket)
+    run, counts, sizes, table = needed.run, needed.counts, needed.sizes, needed.table
+    models, sequence = sizes.models, run.parallel.degrees(ranks).sequence
+    data_ranks = ranks // sequence
     share = counts.repeats / counts.steps
-    passes = [(call, _flops(call, sizes, counts)) for call in counts.passes]
+    passes = _with_flops(counts.passes, sizes, counts)
     inside, across = _sent(counts, sizes)
     seen = _seen(sizes, counts).times(share)
     work = _work(passes, sizes, counts).times(share / sequence)
     sampled, scored = Work(), Work()
-    own = _work([(call, _flops(call, sizes, counts)) for call in counts.sampled], sizes, counts)
+    own = _work(_with_flops(counts.sampled, sizes, counts), sizes, counts)
     drawn, parts = own.times(share / sequence), _parts(run, counts)
     if workers := run.rollouts.workers:  # they make the samples of all ranks
         work += drawn.times(-1)
@@ -157,12 +172,13 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0, buc
     prompts = table["prompts"] / data_ranks * run.steps if run.trains_on == "prompts" else 0
     return Estimate(
         run=run,
+        counts=counts,
+        sizes=sizes,
+        table=table,
+        notes=(*needed.notes, *told, *_on_cores((work + seen + scored).on_cores)),
         ranks=ranks,
         sources={name: model.source for name, model in models.items()},
         parameters={name: model.size.parameters for name, model in models.items()},
-        table=table,
-        counts=counts,
-        sizes=sizes,
         tokens=data_ranks * share * sum(call.tokens * sizes.frame_tokens for call in counts.passes),
         model_flops=data_ranks * share * sum(f.trained if call.gradient else f.forward for call, f in passes),
         executed_flops=data_ranks * share * sum(f.executed if call.gradient else f.forward for call, f in passes),
@@ -176,7 +192,6 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0, buc
         inside=inside,
         across=across,
         checkpoint=sum(network.stored for network in held_networks(counts, sizes).values()) + data_ranks * stored,
-        notes=(*filter(None, [fitted]), *assumed, *notes, *told, *_on_cores((work + seen + scored).on_cores)),
     )
 
 
@@ -251,6 +266,13 @@ def _with_scorer(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     return replace(run, reward=replace(run.reward, kind="hpsv3")), (note,)
 
 
+def _with_flops(passes: Sequence[Pass], sizes: Sizes, counts: Counts) -> list[tuple[Pass, PassFLOPs]]:
+    """Return each pass with its FLOPs, which are computed once for passes that are alike."""
+    known = {f"{call}": call for call in passes}
+    flops = {key: _flops(call, sizes, counts) for key, call in known.items()}
+    return [(call, flops[f"{call}"]) for call in passes]
+
+
 def _work(passes: Iterable[tuple[Pass, PassFLOPs]], sizes: Sizes, counts: Counts) -> Work:
     work = Work()
     for call, flops in passes:
@@ -278,8 +300,8 @@ def _validation(sizes: Sizes, counts: Counts, ranks: int) -> Work:
     if not counts.validation or run.rollouts.evaluation_workers:
         return Work()
     _, frames, height, width = shown.latent
-    passes = [(call, _flops(call, shown, counts)) for call in counts.validation]
-    total = _work(passes, shown, counts).times(own / min(run.validation.batch, own) / run.parallel.sequence)
+    share = own / min(run.validation.batch, own) / run.parallel.sequence
+    total = _work(_with_flops(counts.validation, shown, counts), shown, counts).times(share)
     half = run.encoders.vae_precision == "bf16"
     total += decode_work(shown.models["student"], (frames, height, width), own, half=half, gradient=False)
     here = min(sizes.ranks, NODE)

@@ -235,7 +235,7 @@ def _trained(counts: Counts, name: str, expert: Expert) -> bool:
 
 
 def _held(counts: Counts, sizes: Sizes, name: str, expert: Expert, backbone: Backbone, *, base: bool) -> Held:
-    size, run, config = sizes.models[name].size, sizes.run, counts.plans[name].config
+    size, run, config = sizes.models[name].size, sizes.run, sizes.run.roles.get(name)
     whole, rank = size.parameters, _rank(sizes, name)
     small = size.small
     as_read = backbone.half or (sizes.copies and backbone.half_passes)

@@ -1,14 +1,16 @@
 """Activations of one pass of a role's network, traced on tensors without memory.
 
-The role's own code runs on few blocks; memory is linear in the number of each kind. What autograd keeps is exact for
-the kernels of a CPU; those of other devices keep the same tensors, apart from statistics of the attention.
+The role's own code runs on few blocks; memory is linear in the number of each kind, by what the last of them keeps.
+What autograd keeps is exact for the kernels of a CPU; those of other devices keep the same tensors, apart from
+statistics of the attention.
 """
 
 import functools
 import json
-from collections.abc import Collection
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -74,31 +76,35 @@ def pass_bytes(
     whole = size_of(network.kind, network.config)
     kinds = [[number for number in kind if number < network.layers] for kind in whole.kinds]
     count = RECOMPUTED if gradient and network.recompute.full else FEW
-    few = [number for kind in kinds for number in kind[:count]]
-    traced = _trace(network, few, **how)
+    few = sorted(number for kind in kinds for number in kind[: count + gradient])
+    traced, held = _trace(network, few, **how)
     if not gradient:  # a block then leaves nothing but its output, which the next one replaces
         return PassBytes(*traced)
-    total = traced
-    for kind in kinds:
-        if rest := kind[count:]:
-            more = _trace(network, [*few, rest[0]], **how)
-            total = [all_ + len(rest) * (b - a) for all_, a, b in zip(total, traced, more, strict=True)]
-    return PassBytes(*total)
+    rest = [(few.index(kind[count]), len(kind) - count - 1) for kind in kinds if len(kind) > count]
+    more = sum(number * held[at] for at, number in rest)
+    own = fresh * network.trained * torch.float32.itemsize  # of gradients, which replace what a block kept
+    first = sum(number * max(held[at], own * whole.blocks[few[at]]) for at, number in rest)
+    peak, kept, backward, fresh_backward = traced
+    return PassBytes(peak + more, kept + more, backward + more, fresh_backward + first)
 
 
 def _trace(
     network: Network,
-    blocks: Collection[int],
+    blocks: Sequence[int],
     *,
     latent: Shape,
     text_tokens: int,
     samples: int,
     gradient: bool,
     fresh: bool,
-) -> list[int]:
+) -> tuple[list[int], list[int]]:
+    """Return the bytes of PassBytes with these blocks alone, and what each of them keeps for the backward pass."""
     fake, traces = FakeTensorMode(allow_non_fake_inputs=True), []
     role = role_of(network, blocks, fake)
     model = next(iter(role.backbones.values())).model
+    ends, live = list[int](), LiveBytes()
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: ends.append(live.now))
     with fake, quiet_norms():
         for before in (True, False) if gradient and fresh else (True,):
             for p in role.network.parameters():
@@ -112,10 +118,10 @@ def _trace(
                     velocity.square().mean().backward()
             traces.append((forward, kept, live.peak))
     (forward, kept, backward), *rest = traces
-    return [forward, kept, backward, rest[0][2] if rest else backward]
+    return [forward, kept, backward, rest[0][2] if rest else backward], [b - a for a, b in pairwise([0, *ends])]
 
 
-def role_of(network: Network, blocks: Collection[int], fake: FakeTensorMode) -> Trainable | Frozen:
+def role_of(network: Network, blocks: Sequence[int], fake: FakeTensorMode) -> Trainable | Frozen:
     """A role with these blocks alone, whose weights are tensors of `fake`: a pass would convert others every time."""
     adapter = AdapterConfig(rank=network.rank)
     with torch.device("meta"):
@@ -147,7 +153,7 @@ def _replace_tensors(network: nn.Module) -> None:
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
 
 
-def _with_blocks(network: Network, blocks: Collection[int]) -> Any:
+def _with_blocks(network: Network, blocks: Sequence[int]) -> Any:
     size = size_of(network.kind, network.config)
     if len(size.kinds) == 1 and json.loads(network.config).get("num_layers") == size.layers:
         return laid_out(network.kind, with_layers(network.config, len(blocks)))

@@ -4,7 +4,10 @@ It counts what a step does: passes of each role, samples decoded, states kept. N
 of a network or on the pixels of a frame, so that they hold for the real sizes.
 """
 
+import atexit
+import functools
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +30,7 @@ from unified_trainer.methods.rl.policy import PolicyConfig
 from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.methods.rl.rollouts import LocalRollouts, ScoredSamples
 from unified_trainer.models.base import Codec
+from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.configs import EXPERTS
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.parallel.meter import Meter, Pass
@@ -40,7 +44,7 @@ from unified_trainer.run.load_roles import load_roles
 from unified_trainer.run.plan.plan import check_method
 from unified_trainer.run.plan.roles import RolePlan, plan_roles, role_path
 from unified_trainer.run.registry import method_named
-from unified_trainer.run.settings.config import RunConfig
+from unified_trainer.run.settings.config import RunConfig, ValidationConfig, plain
 from unified_trainer.run.settings.workers import WorkerConfig
 from unified_trainer.run.trainer import Trainer
 from unified_trainer.run.validation.samples import samples_of_rank
@@ -109,29 +113,40 @@ def rehearse(
     groups have different rewards, so that no update is skipped.
     """
     method = method_named(run.method)
-    with tempfile.TemporaryDirectory() as place, torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        folders = {path: Path(place) / str(i) for i, path in enumerate(boundaries)}
-        for path, boundary in boundaries.items():
-            _write(folders[path], boundary)
-        small, repeats = _small(run, method, ranks, {path: str(folder) for path, folder in folders.items()})
-        mesh = Mesh(torch.device("cpu"))
+        folders = {path: _folder(number, boundary) for number, (path, boundary) in enumerate(boundaries.items())}
+        small, repeats = _small(run, method, ranks, folders)
         plans = plan_roles(small, method)
         check_method(run, {name: run.roles[method.roles[name].copy_of or name] for name in plans}, plans)
-        roles = load_roles(plans, mesh, half=True)
-    counts = Counts(steps, repeats, plans, roles)
-    trainer = _trainer(small, method, mesh, (CHANNELS, latent_frames, 1, 1), counts, causal=causal)
-    for step in range(first, first + steps):
+        seen, asked = replace(small, validation=ValidationConfig(), validate_every=0), range(first, first + steps)
+        if (key := f"{plain(seen)} {latent_frames} {asked} {causal}") not in _TRAINED:
+            _TRAINED[key] = _train(small, method, plans, latent_frames, asked, causal=causal)
+    trainer, counts = _TRAINED[key]
+    counts = replace(counts, repeats=repeats, kept=round(repeats * counts.kept), validation=[])
+    if run.validate_every:
+        samples = min(run.validation.batch, samples_of_rank(run.validation.num_samples, ranks))
+        batch = trainer.loader.batch_of([0] * samples, list(range(samples)))
+        noise = torch.zeros(samples, CHANNELS, shown_frames, 1, 1, device=trainer.mesh.device)
+        with quiet_norms(), Meter(noise.device, note=counts.validation.append).measure():
+            generate(counts.roles["student"], noise, batch, small.validated().sampler, lambda s: noise)
+    return counts
+
+
+# Training steps that were rehearsed in this process: runs that differ in nothing that a pass shows share them.
+_TRAINED: dict[str, tuple[Trainer, Counts]] = {}
+
+
+def _train(
+    run: RunConfig, method: type[Method], plans: Mapping[str, RolePlan], frames: int, steps: range, *, causal: bool
+) -> tuple[Trainer, Counts]:
+    mesh = Mesh(torch.device("cpu"))
+    counts = Counts(len(steps), 1.0, plans, load_roles(plans, mesh, half=True))
+    trainer = _trainer(run, method, mesh, (CHANNELS, frames, 1, 1), counts, causal=causal)
+    for step in steps:
         with quiet_norms(), counts.listen().measure():
             trainer.step(step)
-    if not run.validate_every:
-        return counts
-    samples = min(run.validation.batch, samples_of_rank(run.validation.num_samples, ranks))
-    batch = trainer.loader.batch_of([0] * samples, list(range(samples)))
-    noise = torch.randn(samples, CHANNELS, shown_frames, 1, 1, device=mesh.device)
-    with quiet_norms(), Meter(mesh.device, note=counts.validation.append).measure():
-        generate(roles["student"], noise, batch, small.validated().sampler, lambda s: noise)
-    return counts
+    return trainer, counts
 
 
 def paths_of(run: RunConfig) -> dict[str, str]:
@@ -144,8 +159,11 @@ def paths_of(run: RunConfig) -> dict[str, str]:
     }
 
 
-def _write(folder: Path, boundary: float | None) -> None:
-    """Write a pipeline folder with one or two transformers of one block and nothing else."""
+@functools.cache
+def _folder(_number: int, boundary: float | None) -> str:
+    """Return a pipeline folder with one or two transformers of one block and nothing else, until the process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="unified-trainer-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     parts = EXPERTS[: 1 if boundary is None else 2]
     for part in parts:
         widths = {"attention_head_dim": HEAD, "in_channels": CHANNELS, "out_channels": CHANNELS, "text_dim": TEXT_WIDTH}
@@ -154,6 +172,7 @@ def _write(folder: Path, boundary: float | None) -> None:
     index: dict[str, Any] = {part: ["diffusers", "WanTransformer3DModel"] for part in parts}
     index |= {"_class_name": "WanPipeline"} | ({} if boundary is None else {"boundary_ratio": boundary})
     (folder / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+    return str(folder)
 
 
 def _small(run: RunConfig, method: type[Method], ranks: int, paths: Mapping[str, str]) -> tuple[RunConfig, float]:
@@ -164,7 +183,8 @@ def _small(run: RunConfig, method: type[Method], ranks: int, paths: Mapping[str,
     if isinstance(algorithm, PolicyConfig):  # no ratio leaves it: the student does not change
         algorithm = replace(algorithm, clip_low=1.0, clip_high=1.0, clip_velocity=0.0)
     changes = {"algorithm": algorithm, "parallel": ParallelConfig(), "rollouts": WorkerConfig(), **roles}
-    return replace(run, init_from=None, resume=None, **changes), repeats
+    reward = replace(run.reward, offload=False)
+    return replace(run, init_from=None, resume=None, encoders=EncoderConfig(), reward=reward, **changes), repeats
 
 
 def _small_role(config: RoleConfig, path: str) -> RoleConfig:
@@ -172,7 +192,8 @@ def _small_role(config: RoleConfig, path: str) -> RoleConfig:
     if not isinstance(config, TrainableConfig):
         return replace(config, adapter=AdapterFileConfig())
     adapter = AdapterConfig(rank=min(1, config.adapter.rank))
-    return replace(config, adapter=adapter, learning_rate=0.0, activation_memory="none")
+    unseen: dict[str, Any] = {"learning_rate": 0.0, "activation_memory": "none", "ema_decay": 0.0, "ema_device": "same"}
+    return replace(config, adapter=adapter, moments="fp32", **unseen)
 
 
 def _share(algorithm: Any, ranks: int) -> tuple[Any, float]:
@@ -272,7 +293,7 @@ class _Rollouts(LocalRollouts):
         self.counts.sampled += self.counts.losses[-1][before:]
         kept = cast(Rollout, scored.rollout)  # that of a rehearsal is on the device
         values = sum(x.numel() for x in (kept.states, kept.x0))
-        self.counts.kept = round(self.counts.repeats * (values // kept.x0[0].numel()))
+        self.counts.kept = values // kept.x0[0].numel()
         return scored
 
 
