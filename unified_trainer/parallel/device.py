@@ -38,6 +38,7 @@ RAY_RESOURCES = {"cuda": "GPU", "npu": "NPU"}  # names by which Ray counts devic
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")  # variables that number devices
 # Of the compiler that torch.compile calls for devices of a kind: an environment variable, and its usual names.
 COMPILERS = {"cpu": ("CXX", ("g++",)), "cuda": ("CC", ("gcc", "clang"))}
+PRODUCTS_FROM = {"fp8": (8, 9), "nvfp4": (10, 0)}  # NVIDIA's compute capability; every device has products of int8
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # variables with its settings; the first one counts
 CONTROL_BACKEND = "gloo"  # of the control group, whose collectives run on the CPUs
 # Published dense bf16 matrix products of one device in TFLOP/s with fp32 sums, by words of its name; the first row that
@@ -228,6 +229,13 @@ def use_tf32(where: TF32) -> None:
 def has_sparse_kernels(kind: str) -> bool:
     """Whether the kernels of fastvideo-kernel run on devices of this kind."""
     return kind == "cuda"
+
+
+def has_products(kind: str, device: torch.device) -> bool:
+    """Whether the device multiplies numbers of this kind, such as fp8."""
+    if kind not in PRODUCTS_FROM:
+        return True
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= PRODUCTS_FROM[kind]
 
 
 def has_flex_attention(device: torch.device) -> bool:
