@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from unified_trainer.basics.late_torchao import leave_out_torchao
+
 if TYPE_CHECKING:
     from unified_trainer.api import Run, Student, configure, train
     from unified_trainer.basics.errors import UserError
@@ -63,6 +65,9 @@ _MODULES = {
     "unified_trainer.rewards.base": ("ScorerConfig", "ScorerKind"),
     "unified_trainer.tools.serve.remote_student": ("RemoteStudent",),
 }
+
+
+leave_out_torchao()
 
 
 def __getattr__(name: str) -> Any:

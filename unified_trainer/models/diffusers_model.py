@@ -12,6 +12,7 @@ from diffusers import ModelMixin
 from torch import Tensor, nn
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.types import Latents, PerFrame, PerSample
 from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.folder import outline, read_weights
@@ -41,7 +42,18 @@ class DiffusersModel:
     @classmethod
     def open(cls, folder: Path, component: str) -> Self:
         """Open a component of a pipeline folder in float32, without weights: `read` brings them."""
-        return cls(outline(cls.network_class, folder / component), folder / component)
+        return cls._opened(cls.network_class, folder / component)
+
+    @classmethod
+    def _opened(cls, kind: type[ModelMixin], place: Path, *facts: Any) -> Self:
+        if "quantization_config" not in read_json(place / "config.json"):
+            return cls(outline(kind, place), place, *facts)
+        from unified_trainer.models.quantize import open_quantised
+
+        network, read = open_quantised(kind, place)
+        model = cls(network, None, *facts)
+        vars(model)["read"] = read
+        return model
 
     def read(self, mesh: Mesh, merged: AdapterFile | None = None) -> None:
         if self._folder is not None:

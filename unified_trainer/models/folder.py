@@ -1,6 +1,7 @@
 """Reading model folders: a folder is read completely, or a UserError names the file that is wrong."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch import nn
 from unified_trainer.basics.errors import MissingFileError, NotFiniteError, UserError
 from unified_trainer.basics.input_files import Schema, check_file, checked, declared, read_as, read_json
 from unified_trainer.models.layout import arguments_of, check_layout, reading_config
-from unified_trainer.models.tensor_file import floating_shapes, opened
+from unified_trainer.models.tensor_file import floating_shapes, names_before_rounding, opened
 from unified_trainer.parallel.fsdp import local_part, storage_device, to_local
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.reading import fill
@@ -59,9 +60,11 @@ class WeightIndex(Schema):
 def check_component(folder: Path, weights: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a component's weights, from the headers of its files.
 
-    Raise UserError, naming the file, unless config and weights are there, whole, and of floating-point numbers.
+    Raise UserError, naming the file, unless config and weights are there, whole, and of floating-point numbers. Of
+    quantised weights only the names are known.
     """
-    read_json(folder / "config.json")
+    if "quantization_config" in read_json(folder / "config.json"):
+        return dict.fromkeys(itertools.chain(*map(names_before_rounding, folder.glob(f"{weights}*.safetensors"))), ())
     return _held(folder, weights)[0]
 
 
@@ -194,6 +197,8 @@ def check_described(
     if issubclass(kind, ModelMixin):
         if (name := fields.get("_class_name")) != kind.__name__:
             raise UserError(f"{file}: _class_name must be {kind.__name__}, not {name!r}")
+        if "quantization_config" in fields:
+            raise UserError(f"{file}: its weights are quantised, which are only sampled: take those they were made of")
         checked(arguments_of(kind), fields, str(file))
     elif schema is not None:
         fields = declared(schema, file)

@@ -4,6 +4,7 @@ They are safetensors, or what torch.save wrote, of which no code is run.
 """
 
 import io
+import json
 import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -64,6 +65,12 @@ def floating_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         keys = list(held.offset_keys())
         refuse_other_types(file, held, (key for key in keys if not NO_WEIGHT.search(key)))
         return {key: tuple(held.get_slice(key).get_shape()) for key in keys}
+
+
+def names_before_rounding(file: Path) -> list[str]:
+    """Return the names of the weights that torchao wrote in parts; none of other files."""
+    with opened(file) as held:
+        return list(json.loads((held.metadata() or {}).get("tensor_names", "[]")))
 
 
 def refuse_other_types(file: Path, held: Any, keys: Iterable[str]) -> None:

@@ -42,6 +42,7 @@ COMPILERS = {"cpu": ("CXX", ("g++",)), "cuda": ("CC", ("gcc", "clang"))}
 # Graphs of a compiled function, of all roles together: with and without gradient, and for each adapter, shape (such as
 # those of data.buckets) and kind of recomputation.
 GRAPHS = 256
+PRODUCTS_FROM = {"fp8": (8, 9), "nvfp4": (10, 0)}  # NVIDIA's compute capability; every device has products of int8
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # variables with its settings; the first one counts
 CONTROL_BACKEND = "gloo"  # of the control group, whose collectives run on the CPUs
 # Published dense bf16 matrix products of one device in TFLOP/s with fp32 sums, by words of its name; the first row that
@@ -256,6 +257,13 @@ def use_tf32(where: TF32) -> None:
 def has_sparse_kernels(kind: str) -> bool:
     """Whether the kernels of fastvideo-kernel run on devices of this kind."""
     return kind == "cuda"
+
+
+def has_products(kind: str, device: torch.device) -> bool:
+    """Whether the device multiplies numbers of this kind, such as fp8."""
+    if kind not in PRODUCTS_FROM:
+        return True
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= PRODUCTS_FROM[kind]
 
 
 def has_flex_attention(device: torch.device) -> bool:

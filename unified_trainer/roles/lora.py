@@ -4,10 +4,11 @@ import warnings
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
-from torch import nn
+from peft.tuners.lora import Linear, LoraLayer
+from torch import Tensor, nn
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.models.aware_linear import AwareLinear
 from unified_trainer.models.base import VideoModel
 from unified_trainer.parallel.random import generator
 from unified_trainer.roles.adapter import AdapterConfig
@@ -31,11 +32,25 @@ def inject(model: VideoModel, name: str, config: AdapterConfig, device: torch.de
 
 def lora_config(model: VideoModel, config: AdapterConfig) -> LoraConfig:
     """Return peft's settings of an adapter on this model."""
-    return LoraConfig(
+    settings = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha or config.rank,
         target_modules=list(config.layers or model.adapter_layers),
     )
+    # Without a class for all, peft would import other packages, such as torchao, to ask them for theirs.
+    settings._register_custom_module({AwareLinear: _AwareAdapted, nn.Linear: Linear})
+    return settings
+
+
+class _AwareAdapted(Linear):
+    """An adapter on a layer that rounds: the sum of weight and adapter is rounded, as in an export."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.get_base_layer()
+        with torch.autocast(x.device.type, enabled=False):
+            changes = [self.get_delta_weight(name) for name in self.active_adapters if name in self.lora_A]
+            weight = sum(changes, base.weight.float())
+        return base.rounded(x, weight)
 
 
 def layers_of(network: nn.Module) -> list[LoraLayer]:

@@ -43,6 +43,7 @@ from unified_trainer.roles.skipping import SkippingLearner
 __all__ = ["Frozen", "Precision", "Role", "RoleConfig", "Trainable", "TrainableConfig"]
 
 Precision = Literal["fp32", "bf16"]
+Quantize = Literal["none", "int8", "int4", "fp8", "nvfp4"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ class RoleConfig:
     boundary: Decay = 0.0
     """Noise level from which the high-noise expert runs; 0 takes the folder's. A trained role whose folder holds one
     network gets two experts, which both start from that network."""
+    quantize: Quantize = "none"
+    """Bits of the linear layers of the network's blocks, by torchao (docs/quantization.md). A frozen role has its
+    weights and products in int8 or fp8. In a role that is trained, fp8 makes the products; the others need
+    quantize_aware."""
     compile: Compile = "auto"
     """Compile the network's blocks with torch.compile, each as one graph: a slow first step, faster ones after it. auto
     does so on accelerators that have a compiler; blocks that cannot be compiled then run uncompiled, with a warning.
@@ -71,6 +76,11 @@ class RoleConfig:
     def trains_on_adapter(self) -> bool:
         """Whether an adapter made elsewhere is trained on."""
         return False
+
+    @property
+    def quantized(self) -> tuple[Quantize, str]:
+        """Its bits, and the form in which `models.quantize` wraps its network."""
+        return self.quantize, "weights" if self.quantize != "none" else ""
 
     @property
     def sparse(self) -> SparseAttentionConfig:
@@ -95,6 +105,9 @@ class TrainableConfig(LearnerConfig, RoleConfig):
     of matrix products and attention, at almost no extra FLOPs. full: everything, a third more FLOPs. A number n:
     full in the first n blocks of a network, selective in the others; the command plan names the n that fits."""
     sparse_attention: SparseAttentionConfig = field(default_factory=SparseAttentionConfig)
+    quantize_aware: bool = False
+    """Round in every pass as the student will when it is deployed with `export --quantize`; weights, gradients and
+    checkpoints stay in full precision."""
     flow_map: bool = False
     """Give the network a second noise level, at which its step ends: it predicts the step's mean velocity, as students
     of flow_map do."""
@@ -110,6 +123,11 @@ class TrainableConfig(LearnerConfig, RoleConfig):
     def trains_on_adapter(self) -> bool:
         named = any(own.adapter.path or own.adapters for own in (self, self.high, self.low))
         return named and not self.adapter.merge
+
+    @property
+    def quantized(self) -> tuple[Quantize, str]:
+        form = "aware" if self.quantize_aware else "products"
+        return self.quantize, form if self.quantize != "none" else ""
 
     @property
     def sparse(self) -> SparseAttentionConfig:
@@ -130,6 +148,13 @@ class TrainableConfig(LearnerConfig, RoleConfig):
                 f"{role}.lr_schedule {self.lr_schedule} needs {role}.lr_decay_updates, the updates until the lowest "
                 f"learning rate, or {role}.lr_decay_ratio"
             )
+        if self.quantize_aware and role != "student":
+            raise UserError(f"{role}.quantize_aware: the student alone is deployed, leave it out")
+        if self.quantize_aware and self.quantize == "none":
+            raise UserError(f"{role}.quantize_aware needs {role}.quantize int8, int4, fp8 or nvfp4")
+        if self.quantized == (self.quantize, "products") and self.quantize != "fp8":
+            way_out = f"set {role}.quantize_aware" if role == "student" else "leave it out"
+            raise UserError(f"{role}.quantize {self.quantize}: no weight of so few bits is trained, {way_out}, or fp8")
         self.sparse_attention.check(f"{role}.sparse_attention")
         if self.flow_map and self.sparse.share:
             raise UserError(f"{role}.flow_map: no flow map has sparse attention, leave {role}.sparse_attention out")
@@ -242,7 +267,9 @@ class Role:
         experts = "" if self.boundary is None else f", two experts that meet at {self.boundary:g}"
         if self.boundary is not None and len(self.experts) == 1:
             experts += f", of which training runs {self.experts[0]} alone"
-        return f"weights {' and '.join(held)}, passes {self.config.precision}{experts}"
+        kind, form = self.config.quantized
+        blocks = f", {form} of the blocks {kind}".replace("aware of", "rounding of") if form else ""
+        return f"weights {' and '.join(held)}, passes {self.config.precision}{blocks}{experts}"
 
     @property
     def compiled(self) -> bool:

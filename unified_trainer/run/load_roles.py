@@ -25,9 +25,9 @@ def load_roles(
     shared, so that the caller may change them, as export does. With `sampling` the weights that training sends count as
     frozen: they only arrive.
     """
-    # key: path, component, adapter that is merged into it, sparse attention, whether it is a flow map, and the owner of
-    # a network that is not shared: one whose own weights are trained, such as the gates of sparse attention
-    users: dict[tuple[str, str, str, SparseAttentionConfig, bool, str], list[tuple[str, Expert]]] = {}
+    # key: path, component, adapter that is merged into it, quantisation, sparse attention, flow map or not, and the
+    # owner of a network that is not shared: one whose own weights are trained, such as the gates of its attention
+    users: dict[tuple[str, str, str, tuple[str, str], SparseAttentionConfig, bool, str], list[tuple[str, Expert]]] = {}
     for name, plan in plans.items():
         for expert, component in plan.layout.components.items():
             if expert in plan.layout.left_out:
@@ -36,7 +36,8 @@ def load_roles(
             own = plan.own_adapter is None or sparse != DENSE or flow_map
             alone = not half or (expert in plan.layout.trained and own)
             merged = plan.merged[expert].name if expert in plan.merged else ""
-            key = (plan.path, component, merged, sparse, flow_map, f"{name} {expert}" if alone else "")
+            owner = f"{name} {expert}" if alone else ""
+            key = (plan.path, component, merged, plan.config.quantized, sparse, flow_map, owner)
             users.setdefault(key, []).append((name, expert))
     backbones: dict[tuple[str, Expert], Backbone] = {}
     for (path, component, *_), seats in users.items():
@@ -71,6 +72,11 @@ def _load_backbone(
     causal = any(issubclass(plans[name].kind, Causal) for name in names)
     config = plans[names[0]].config
     model = open_model(names[0], path, component, causal=causal, sparse=config.sparse, flow_map=config.is_flow_map)
+    kind, form = config.quantized
+    if form:
+        from unified_trainer.models.quantize import wrap
+
+        mesh = wrap(model, kind, form, mesh)
     recompute = [plans[name].recomputed(len(model.blocks)) for name in names]
     half_passes = half and all(plans[name].config.precision == "bf16" for name in names)
     return Backbone(

@@ -62,7 +62,7 @@ def load_role(
     flags: Sequence[str] = (),
     families: Sequence[str] = (),
 ) -> LoadedRole:
-    """Load a role of RUN[@step][:ema]; with `causal` as its sampler needs it, else bidirectional.
+    """Load a role of RUN[@step][:ema]; with `causal` as its sampler needs it, else bidirectional and not rounded.
 
     `flags` change settings of the run, such as its sampler; `families` replace its model families.
     """
@@ -82,7 +82,10 @@ def load_role(
     with naming_origin(file.parent, WAY_OUT):
         if hub.is_hub_id(path):
             path = fetch_pipeline(path, f"{role}.path")
-        loaded = _read(run, metadata, role, kind, of_kind(TrainableConfig, run.roles[role]), path, mesh)
+        config = of_kind(TrainableConfig, run.roles[role])
+        bits = config.quantize if causal and config.quantize_aware else "none"
+        config = dataclasses.replace(config, quantize=bits, quantize_aware=bits != "none")
+        loaded = _read(run, metadata, role, kind, config, path, mesh)
     return dataclasses.replace(loaded, said=initialise({role: loaded.role.weights}, spec, mesh))
 
 

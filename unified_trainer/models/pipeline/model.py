@@ -17,7 +17,6 @@ from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
 from unified_trainer.models.base import Shape
 from unified_trainer.models.diffusers_model import DiffusersModel
-from unified_trainer.models.folder import outline
 from unified_trainer.models.image_tensors import to_first_frames
 from unified_trainer.models.pipeline.attention import improve
 from unified_trainer.models.pipeline.facts import Facts
@@ -53,7 +52,7 @@ class PipelineModel(DiffusersModel):
         kind = getattr(diffusers, name) if name in dir(diffusers) else None
         if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
             raise UserError(f"{folder / component / 'config.json'}: {name!r} is no network of diffusers")
-        return cls(outline(kind, folder / component), folder / component, known(folder))
+        return cls._opened(kind, folder / component, known(folder))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self)(copy.deepcopy(self.network, memo), None, self._known)

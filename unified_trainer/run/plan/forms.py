@@ -1,16 +1,18 @@
 """The forms of a role's network, checked before any weight is read: causal, a flow map, or with sparse attention."""
 
+import importlib.util
 from collections.abc import Mapping
 from typing import cast
 
-from unified_trainer.basics.input_files import Schema, read_as
+from unified_trainer.basics.input_files import Schema, read_as, read_json
+from unified_trainer.basics.versions import install
 from unified_trainer.methods import METHODS
 from unified_trainer.methods.base import Method
 from unified_trainer.models.base import SparseVideoModel
-from unified_trainer.parallel.device import has_flex_attention
+from unified_trainer.parallel.device import PRODUCTS_FROM, device_name, has_flex_attention, has_products
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.causal import Causal
-from unified_trainer.run.plan.roles import RolePlan
+from unified_trainer.run.plan.roles import RolePlan, opened
 from unified_trainer.run.registry import family_of, method_named, open_model
 from unified_trainer.run.settings.config import ConfigError, RunConfig
 
@@ -65,6 +67,43 @@ def check_flow_maps(run: RunConfig, method: type[Method], roles: Mapping[str, Ro
             raise ConfigError(f"{key}: {folder} is of a family without flow maps, leave it out")
         if family.images(folder)[0]:
             raise ConfigError(f"{key}: {folder} reads an image as channels, and no such network is a flow map")
+
+
+def check_quantized(method: type[Method], roles: Mapping[str, RolePlan], mesh: Mesh) -> None:
+    """Raise UserError, naming the key, for quantisation that a role, its folder or the device cannot have."""
+    for name, role in roles.items():
+        (kind, form), key, folder = role.config.quantized, f"{name}.quantize", family_of(name, role.path)[1]
+        bare = form or role.trainable is not None or mesh.weights is not None
+        parts = [folder / part / "config.json" for part in role.layout.components.values()] if bare else []
+        if any("quantization_config" in read_json(file) for file in parts):
+            raise ConfigError(
+                f"{name}.path {role.path}: its weights are quantised, and such weights are neither trained, rounded "
+                "again, nor shared by several ranks: give the weights that they were made of"
+            )
+        if not form or method.roles[name].copy_of:
+            continue
+        if importlib.util.find_spec("torchao") is None:
+            raise ConfigError(f"{key} needs torchao: {install('quantize')}")
+        least = ".".join(map(str, PRODUCTS_FROM.get(kind, ())))
+        device = f"{device_name(mesh.device)} has no products of {kind} (compute capability {least} or newer)"
+        half, frozen, aware = role.config.precision == "bf16", form == "weights", form == "aware"
+        faults = {
+            "a frozen role has int8 or fp8": frozen and kind not in ("int8", "fp8"),
+            "every rank holds such weights whole, leave out parallel.offload_weights": frozen
+            and mesh.config.offload_weights,
+            f"{device}: leave it out": not aware and not has_products(kind, mesh.device),
+            f"it rounds bf16, set {name}.precision bf16": not aware and kind == "fp8" and not half,
+            f"uncompiled blocks are slower than in bf16, leave {name}.compile out": form == "products"
+            and role.config.compile is False,
+            "it has a scale for all tokens of a sample, set parallel.sequence 1": kind == "nvfp4"
+            and mesh.config.sequence > 1,
+        }
+        if fault := next((text for text, holds in faults.items() if holds), ""):
+            raise ConfigError(f"{key} {kind}: {fault}")
+        from unified_trainer.models.quantize import check_sizes
+
+        for expert in role.layout.components.keys() - {*role.layout.left_out}:
+            check_sizes(opened(name, role, expert), kind, key)
 
 
 def check_sparse(run: RunConfig, method: type[Method], roles: Mapping[str, RolePlan], mesh: Mesh) -> str:

@@ -33,7 +33,7 @@ from unified_trainer.run.plan.data import (
     read_clips,
 )
 from unified_trainer.run.plan.faults import with_others
-from unified_trainer.run.plan.forms import check_causal_teacher, check_flow_maps, check_sparse
+from unified_trainer.run.plan.forms import check_causal_teacher, check_flow_maps, check_quantized, check_sparse
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
 from unified_trainer.run.plan.images import check_images, conditions_on_first_frame
 from unified_trainer.run.plan.length import in_words, note_repeats, row_count, with_steps, with_updates
@@ -181,6 +181,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     check_distances(run.validation, run.validated().video, shown_prompts)
     sparse_note = check_sparse(run, method, roles, mesh)
     check_flow_maps(run, method, roles)
+    check_quantized(method, roles, mesh)
     check_roles(run, roles, mesh)
     run.encoders.check(mesh.device.type)
     # With what the files of the roles decide.

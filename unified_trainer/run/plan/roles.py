@@ -141,7 +141,7 @@ def weight_shapes(name: str, role: RolePlan) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the weights that a role trains, as in its checkpoints, without memory for them."""
     shapes: dict[str, tuple[int, ...]] = {}
     for expert in role.layout.trained:
-        model = _open(name, role, expert)
+        model = opened(name, role, expert)
         if role.own_adapter is not None:
             from unified_trainer.roles.lora import inject
 
@@ -156,7 +156,7 @@ def weight_shapes(name: str, role: RolePlan) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _open(name: str, role: RolePlan, expert: Expert) -> VideoModel:
+def opened(name: str, role: RolePlan, expert: Expert) -> VideoModel:
     """Return a network of a role, without its weights."""
     causal, component = issubclass(role.kind, Causal), role.layout.components[expert]
     return open_model(
@@ -202,7 +202,7 @@ def _check_adapter(name: str, role: RolePlan, adapter: AdapterConfig) -> None:
     if adapter.layers and not adapter.rank:
         raise ConfigError(f"{name}.adapter.layers is for an adapter: set {name}.adapter.rank, or leave it out")
     for expert in role.layout.trained if adapter.layers else ():
-        model = _open(name, role, expert)
+        model = opened(name, role, expert)
         layers = [key for key, module in model.network.named_modules() if isinstance(module, nn.Linear)]
         for wanted in adapter.layers:
             if not any(f".{key}".endswith(f".{wanted}") for key in layers):

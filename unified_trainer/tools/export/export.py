@@ -1,5 +1,6 @@
 """The command export: it writes a role's weights as a diffusers pipeline folder."""
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -17,11 +18,14 @@ from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.suggestions import must_know
 from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import DTYPES
+from unified_trainer.basics.versions import install
 from unified_trainer.models.adapter_file import diffusers_adapter
 from unified_trainer.models.base import VideoModel, name_in
 from unified_trainer.models.folder import WEIGHTS
 from unified_trainer.models.tensor_file import write_tensors
+from unified_trainer.parallel.device import has_products, pick_device
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.roles.role import Quantize
 from unified_trainer.run.checkpoint.manifest import Spec
 from unified_trainer.run.settings import config as settings
 from unified_trainer.tools.export.model_card import DIFFUSERS, AdapterFile, write_model_card
@@ -48,6 +52,7 @@ def export(
     adapter: Literal["merge", "peft", "published"] = "merge",
     components: Literal["link", "copy", "none"] = "link",
     layout: str = DIFFUSERS,
+    quantize: Quantize = "none",
     max_shard_size: str = "10GB",
     base: Path | None = None,
     families: tuple[str, ...] = (),
@@ -68,11 +73,14 @@ def export(
             none.
         layout: With `wan`, the network alone is written, in one file by Wan's own names, as ComfyUI and Wan's code read
             it; of two experts in a folder each. With --adapter published it is the adapter.
+        quantize: Write the linear layers of the blocks in so few bits, as diffusers reads them with torchao.
         max_shard_size: Largest size of one file of weights in the layout of diffusers.
         base: Pipeline folder that the role started from, if it is no longer where the run found it.
         families: Model families of your own, in place of those of the run.
     """
     check_empty(out)
+    if quantize != "none":
+        _check_quantize(quantize, adapter, layout)
     loaded = load_role(run, role, base, Mesh(torch.device("cpu")), causal=False, families=families)
     if adapter != "merge" and not loaded.role.config.adapter.rank:
         raise UserError(f"--adapter {adapter}: {run} trained all weights of {role}; leave it out")
@@ -87,6 +95,8 @@ def export(
             adapters = _write_published(loaded, folder)
         else:
             _write_network(loaded, folder, DTYPES[dtype], max_shard_size)
+            if quantize != "none":
+                _quantise(loaded, folder, quantize, DTYPES[dtype], max_shard_size)
         if layout == DIFFUSERS:
             _write_scheduler(loaded, folder)
             _write_guider(loaded, folder)
@@ -95,7 +105,7 @@ def export(
             _write_sampler(loaded, folder)
         elif adapter == "merge":
             _write_native(loaded, folder)
-        about = _about(loaded, role, run, layout)
+        about = _about(loaded, role, run, layout) | ({"quantize": quantize} if quantize != "none" else {})
         (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         write_model_card(loaded, Spec.of(run), folder, out.name, dtype, layout, adapters)
     say(f"{out}: {loaded.said}. {about['how']}")
@@ -118,6 +128,27 @@ def _write_network(loaded: LoadedRole, folder: Path, dtype: torch.dtype, max_sha
                 if not torch.equal(read[key], weight):
                     raise ExportError(f"{loaded.said}: {key} is not written as it is in memory; check the disk")
             _must_agree(_velocity(again), _velocity(model), WRITTEN, f"{loaded.said}: {component} read again")
+
+
+def _check_quantize(kind: Quantize, adapter: str, layout: str) -> None:
+    if adapter != "merge" or layout != DIFFUSERS:
+        raise UserError(f"--quantize {kind} is for whole networks in the layout of diffusers: leave the other flag out")
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError(f"--quantize needs torchao: {install('quantize')}")
+    device = pick_device("auto", 0)
+    if not has_products(kind, device):
+        raise UserError(f"--quantize {kind} is written on a device that computes in it, and {device.type} does not")
+
+
+def _quantise(loaded: LoadedRole, folder: Path, kind: Quantize, dtype: torch.dtype, max_shard_size: str) -> None:
+    """Write networks that were written and read back once more, with few bits."""
+    from unified_trainer.models.quantize import check_sizes, linear_layers, quantise_folder
+
+    for component in loaded.components.values():
+        model = _read(loaded, folder, component)
+        check_sizes(model, kind, "--quantize")
+        network = type(model.network).from_pretrained(folder / component, torch_dtype=dtype)
+        quantise_folder(network, linear_layers(model), folder / component, kind, max_shard_size)
 
 
 def _write_adapters(loaded: LoadedRole, folder: Path) -> list[AdapterFile]:
