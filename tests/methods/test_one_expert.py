@@ -73,11 +73,9 @@ CELLS += [("dmd2", "critic", "low", ("--algorithm.direction", "decoupled"))]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder() -> Path:
     """A pipeline of two transformers of one block."""
-    place = tmp_path_factory.mktemp("two")
-    rehearsal._write(place, BOUNDARY)
-    return place
+    return Path(rehearsal._folder(0, BOUNDARY))
 
 
 def built(folder: Path, method: str, *flags: str):
