@@ -63,8 +63,8 @@ def test_the_policy_of_a_few_step_student_is_its_sampler():
     """With equal noise the rollout ends where `generate` does: training and sampling are one process."""
     decoded = []
     one = dance_grpo(CONFIG, sampler=SDE, scorer=ScriptedScorer(REWARDS))
-    score = one.method.reward.score
-    one.method.reward.score = lambda x0, prompts, step: (decoded.append(x0), score(x0, prompts, step))[1]
+    begin = one.method.reward.begin
+    one.method.reward.begin = lambda x0, prompts, step: (decoded.append(x0), begin(x0, prompts, step))[1]
     calls = Calls.of(one.roles["student"])
     one.step(0)
     role = trainable()

@@ -58,8 +58,9 @@ class TemplateReward(Reward):
     def __init__(self) -> None:
         super().__init__({"template": template_reward}, ClassCodec(), RewardConfig(kind="template"))
 
-    def score(self, x0, prompts, step=0):
-        return Scores(template_reward(x0, prompts)[:, None], {}, torch.zeros(len(x0), 1))
+    def begin(self, x0, prompts, step=0):
+        scores = Scores(template_reward(x0, prompts)[:, None], {}, torch.zeros(len(x0), 1))
+        return lambda: scores
 
 
 def law(beta: float) -> torch.Tensor:
