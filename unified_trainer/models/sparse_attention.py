@@ -13,13 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Count, Decay, PeriodOrZero
 from unified_trainer.basics.versions import install
-from unified_trainer.models.masked_attention import compiled_flex_attention, listed
 from unified_trainer.parallel.device import has_flex_attention, has_sparse_kernels
 
 Tokens = Float[Tensor, "b n heads d"]
@@ -159,6 +157,10 @@ def masked_fine(query: Tokens, key: Tokens, value: Tokens, order: Order, tiles: 
 
 def flex_fine(query: Tokens, key: Tokens, value: Tokens, order: Order, tiles: Tiles) -> Tokens:
     """Attend as `masked_fine` by FlexAttention, which computes the kept tiles alone: each is a block of its mask."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    from unified_trainer.models.masked_attention import compiled_flex_attention, listed  # imports diffusers
+
     block = -(-tiles.whole // FLEX) * FLEX
     slot = tiles.slot // tiles.whole * block + tiles.slot % tiles.whole
     wide, sizes = replace(tiles, slot=slot, whole=block), tiles.sizes

@@ -79,7 +79,7 @@ def scorer_kind(config: ScorerConfig, key: str, timeout: float) -> ScorerKind:
         return in_pool(known, config, key, timeout)
     offered = installed("scorers")
     if ":" not in config.kind and config.kind not in offered:
-        have = ", ".join([*KINDS, *offered])
+        have = ", ".join([*sorted(KINDS), *offered])
         raise UserError(f"{key}.kind {config.kind} is no scorer; have {have}, or path/to/file.py:NAME for one of yours")
     found = _loaded(offered.get(config.kind, config.kind), key, config.kind)
     if isinstance(found, ScorerKind):
