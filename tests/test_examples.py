@@ -158,6 +158,18 @@ def test_streaming(tmp_path):
     assert (tmp_path / "runs" / "streamed" / "0.mp4").is_file()
 
 
+@pytest.mark.slow
+def test_streaming_after_causvid(tmp_path):
+    """With a folder of clips the second stage is dmd2 on them, noised chunk by chunk."""
+    real_folder(tmp_path / "clips")
+    few = ["--algorithm.batch-size", "1", "--algorithm.micro-batch", "1", "--steps", "1", "--validate-every", "0"]
+    few += ["--video.frames", "5", "--video.height", "32", "--video.width", "32", "--device", "cpu"]
+    run(EXAMPLES / "streaming.sh", *few, where=tmp_path, RANKS=1, FRAMES=9, CLIPS=tmp_path / "clips")
+    second = yaml.safe_load((tmp_path / "runs" / "student" / "config.yaml").read_text())
+    assert (second["method"], second["algorithm"]["rollout"]) == ("dmd2", "data")
+    assert (tmp_path / "runs" / "streamed" / "0.mp4").is_file()
+
+
 # Two nodes, both on this machine.
 
 

@@ -381,7 +381,7 @@ def test_a_rollout_ends_with_the_prediction_of_the_last_call():
 
 @pytest.mark.slow
 def test_a_causal_student_predicts_the_chunks_of_noised_clips_in_one_masked_pass(monkeypatch):
-    """Each chunk is noised to a step of its own (CausVid); one chunk at another level changes no earlier chunk."""
+    """Each chunk is noised to a step of its own, or is finished and then its own x0 (CausVid, arXiv:2412.07772)."""
     sampler = dataclasses.replace(FEW_STEPS, chunks=ChunkConfig(chunk_frames=1))
     model = CausalWanModel.load(WAN, torch.device("cpu"))
     student = CausalStudent("student", Backbone(model, ALONE, trained=True), TrainableConfig())
@@ -396,6 +396,8 @@ def test_a_causal_student_predicts_the_chunks_of_noised_clips_in_one_masked_pass
     ((_, x_t, sigma, _, chunks),) = seen
     noise = Streams(0, 0).noise("student noise", batch.sample_ids, batch.latent_shape)
     assert torch.equal(x_t, add_noise(clips, noise, sigma)) and chunks == sampler.chunks
-    assert sorted({*sigma.flatten().tolist()}) == sorted(sampler.sigmas()[:-1].tolist())
+    assert sorted({*sigma.flatten().tolist()}) == sorted(sampler.sigmas().tolist()) and sampler.sigmas()[-1] == 0
+    finished = sigma == 0
+    assert torch.equal(x0.movedim(2, 1)[finished], clips.movedim(2, 1)[finished])
     assert (sigma[:, 0] != sigma[:, 1]).any()  # chunks of one clip at different steps
     torch.testing.assert_close(x0, x0_from_velocity(x_t, whole(*seen[0]), sigma))

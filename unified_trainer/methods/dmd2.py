@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Batch, Latents, of_kind
 from unified_trainer.methods.base import Loss, MethodSetup
@@ -44,13 +46,19 @@ class DMD2(DirectedMethod):
         yield from matching_losses(self.config, self.matching, step, batch, rng, self._sample)
 
     def _sample(self, batch: Batch, rng: Streams, purpose: str) -> Latents:
-        """Sample from noise up to a step drawn equal on all ranks, or from noised clips at steps of their own."""
+        """Sample from noise up to a step drawn equal on all ranks, or from noised clips at steps of their own.
+
+        A chunk of a causal student may also be at the level of finished chunks, as those after it will see it.
+        """
         if self.config.rollout == "simulate":
             return simulated(self.student, self.sampler, batch, rng, purpose)
         levels = self.sampler.sigmas()[trainable_steps(self.student, self.sampler)]
         noise = rng.noise(f"{purpose} noise", batch.sample_ids, batch.latent_shape).to(self.student.device)
         chunks = self.sampler.chunks
         if chunks.causal:
+            finished = levels.new_tensor([chunks.context_noise])
+            if self.student.trains(finished[0]):
+                levels = torch.cat([levels, finished])
             drawn = by_chunk(f"{purpose} step", batch, rng, chunks)
         else:
             drawn = rng.uniform(f"{purpose} step", batch.sample_ids)

@@ -386,6 +386,22 @@ def test_the_recipe_with_a_window_differs_in_the_window_alone():
     assert places == {*range(16)}
 
 
+def test_the_recipe_of_causvid_has_its_published_values():
+    """Of configs/wan_causal_ode.yaml and wan_causal_dmd.yaml; their guidance is cond + s (cond - uncond), s = 3.5."""
+    first, second = (
+        parsed("--recipe", REPO / "examples" / "causvid.yaml", "--method", name, "--student.path", "x")
+        for name in ("ode_init", "dmd2")
+    )
+    for run in (first, second):
+        torch.testing.assert_close(run.sampler.sigmas(), torch.tensor([1.0, 0.757, 0.522, 0.0], dtype=torch.float64))
+        assert run.sampler.chunks.chunk_frames == 3 and run.sampler.solver == "sde"
+        assert (run.student.learning_rate, run.student.betas, run.student.max_grad_norm) == (2e-6, (0.9, 0.999), 10)
+    assert first.steps * 3 == 3000 and first.algorithm.batch_size == 2 * 64
+    assert (first.algorithm.guidance_scale, first.algorithm.teacher_steps, first.algorithm.teacher_shift) == (6, 50, 8)
+    assert (second.algorithm.guidance_scale, second.algorithm.tau_shift, second.algorithm.student_every) == (4.5, 8, 5)
+    assert second.algorithm.rollout == "data" and second.critic.learning_rate == 2e-6
+
+
 @pytest.mark.parametrize("recipe", [*TAKE_IMAGES, "ltx-video", "ltx-2"])
 def test_a_gradient_of_a_reward_sees_the_first_the_middle_and_the_last_frame(recipe):
     run = parsed("--recipe", recipe, "--method", "reward_gradient")
