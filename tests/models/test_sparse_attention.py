@@ -29,6 +29,7 @@ from unified_trainer.basics.versions import install
 from unified_trainer.models import sparse_attention
 from unified_trainer.models.masked_attention import attend
 from unified_trainer.models.sparse_attention import (
+    ChunkTiles,
     SparseAttentionConfig,
     Tiles,
     attend_sparsely,
@@ -66,6 +67,11 @@ def heads(seed=0, d=8, count=4, tokens=TOKENS):
     return [torch.randn(2, tokens, 3, d, generator=draw, requires_grad=True) for _ in range(count)]
 
 
+def one_chunk(config, share):
+    """The tiles of a video whose frames are one chunk."""
+    return ChunkTiles.of(config, [GRID], torch.ones(1, 1, dtype=torch.bool), share)
+
+
 def sparse_model(config=SMALL, folder=WAN):
     model = SparseWanModel.open_with(folder, "transformer", config)
     model.read(ALONE)
@@ -80,7 +86,7 @@ def inputs():
 
 def test_tiles_are_numbered_in_order_and_the_last_ones_are_cut():
     """3 x 4 x 5 tokens in tiles of 2 x 2 x 2 are 2 x 2 x 3 tiles; their tokens are listed here by loops."""
-    tiles = Tiles.of(SMALL, GRID, 0.5)
+    tiles = Tiles.of(SMALL, GRID)
     listed = [
         [(t, h, w) for t in range(a, min(a + 2, 3)) for h in range(b, min(b + 2, 4)) for w in range(c, min(c + 2, 5))]
         for a in range(0, 3, 2)
@@ -88,7 +94,7 @@ def test_tiles_are_numbered_in_order_and_the_last_ones_are_cut():
         for c in range(0, 5, 2)
     ]
     assert tiles.sizes.tolist() == [len(tile) for tile in listed]
-    assert int(tiles.kept) == 6
+    assert one_chunk(SMALL, 0.5).kept.tolist() == [6] * 12
     x = torch.arange(TOKENS, dtype=torch.float32)[None, :, None, None] + 1
     padded = tiles.padded(x)[0, 0, :, 0].unflatten(0, (12, 8)).tolist()
     for row, tile in zip(padded, listed, strict=True):
@@ -111,7 +117,7 @@ def test_the_share_rises_linearly_with_the_updates():
 
 def test_all_tiles_and_no_gate_are_dense_attention():
     query, key, value = heads(count=3)
-    tiles = Tiles.of(SMALL, GRID, 0.0)
+    tiles = one_chunk(SMALL, 0.0)
     ours = attend_sparsely(query, key, value, torch.zeros_like(value), tiles, masked_fine)
     dense = attend(query, key, value, None)
     torch.testing.assert_close(ours, dense, rtol=0, atol=1e-6)
@@ -122,26 +128,26 @@ def test_all_tiles_and_no_gate_are_dense_attention():
 
 def test_the_tiles_of_highest_score_are_attended_to_and_equal_scores_take_the_first():
     """Keys of tile i are s_i e_0 and all queries e_0: the score of tile i is s_i / sqrt(d). Values tell the tiles."""
-    tiles = Tiles.of(SMALL, GRID, 0.75)  # keeps 3 of 12
+    tiles = one_chunk(SMALL, 0.75)  # keeps 3 of 12
     strength = torch.tensor([0.0, 5, 1, 5, 2, 0, 3, 1, 1, 3, 0, 0])
     unit = torch.eye(12)[:1]
     query = unit.expand(TOKENS, -1)[None, :, None]
-    key = (strength[tiles.of_token][:, None] * unit)[None, :, None]
-    value = torch.eye(12)[tiles.of_token][None, :, None]
+    key = (strength[tiles.keys.of_token][:, None] * unit)[None, :, None]
+    value = torch.eye(12)[tiles.keys.of_token][None, :, None]
     out = attend_sparsely(query, key, value, torch.zeros_like(value), tiles, masked_fine)
     assert out[0, :, 0].ne(0).all(0).nonzero().flatten().tolist() == [1, 3, 6]
     assert out[0, :, 0].ne(0).any(0).sum() == 3
-    weights = torch.exp(strength / math.sqrt(12)) * tiles.sizes * torch.tensor([i in (1, 3, 6) for i in range(12)])
+    weights = torch.exp(strength / math.sqrt(12)) * tiles.keys.sizes * torch.tensor([i in (1, 3, 6) for i in range(12)])
     torch.testing.assert_close(out[0, 7, 0], weights / weights.sum())
 
 
 def test_the_gradient_of_the_gate_is_the_coarse_branch():
     """The output is gate * coarse + fine, so the gradient of its sum to the gate is the coarse branch."""
     query, key, value, gate = heads()
-    tiles = Tiles.of(SMALL, GRID, 0.5)
+    tiles = one_chunk(SMALL, 0.5)
     out = attend_sparsely(query, key, value, gate, tiles, masked_fine)
     (gradient,) = torch.autograd.grad(out.sum(), gate)
-    one_hot = torch.nn.functional.one_hot(tiles.of_token, 12).float()
+    one_hot = torch.nn.functional.one_hot(tiles.keys.of_token, 12).float()
     mean = one_hot.T / one_hot.sum(0)[:, None]
     means = [torch.einsum("tn,bnhd->bhtd", mean, part) for part in (query, key, value)]
     coarse = ((means[0] @ means[1].transpose(2, 3)) / math.sqrt(8)).softmax(-1) @ means[2]
@@ -242,7 +248,7 @@ def test_flops_of_the_meter_are_those_of_the_sizes_of_the_dense_network():
         model.velocity(*inputs()).square().mean().backward()
     dense = FAMILY.model(WAN, "transformer")
     size = replace(measured(dense), gates=1)
-    pairs = SMALL.pairs((5, 4, 4), 0.5)
+    pairs = SMALL.pairs((5, 4, 4), [(5, 4, 4)], 0.5)
     assert pairs == 80 * 80 // 2 + 12 * 12
     config = frozen_config(dict(dense.network.config))
     plain = plain_pass(type(dense), config, inputs()[0].shape[1:], 7).scaled({"attn1": Fraction(pairs, 80 * 80)})
@@ -279,7 +285,6 @@ def test_ti2v_is_dense_without_a_share_with_and_without_an_image_and_i2v_is_refu
     ("words", "message"),
     [
         ({"student.sparse-attention.tile": "2 2 2"}, "set student.sparse_attention.share"),
-        (SPARSE | {"method": "self_forcing"}, "chunks cut the tiles"),
         (SPARSE | {"method": "dance_grpo", "student.sparse-attention.warmup-updates": 4}, "cannot rise"),
     ],
 )
@@ -348,7 +353,7 @@ def test_two_ranks_learn_what_one_does(one_rank, tmp_path, mesh):
 
 
 def test_the_kernels_get_padded_tiles_and_give_what_the_mask_gives(stand_in):
-    tiles = Tiles.of(SMALL, GRID, 0.5)
+    tiles = one_chunk(SMALL, 0.5)
     parts = heads(d=16)
     up = torch.randn_like(parts[0])
     found = []
@@ -365,7 +370,7 @@ def test_the_kernels_get_padded_tiles_and_give_what_the_mask_gives(stand_in):
 def test_flex_attention_gives_what_the_mask_gives(tile, monkeypatch):
     """Tiles of 8, 64 and 75 slots, cut at the ends: in blocks of 64, 64 and 128."""
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_parts: None)
-    tiles = Tiles.of(SparseAttentionConfig(share=0.5, tile=tile), GRID, 0.5)
+    tiles = one_chunk(SparseAttentionConfig(share=0.5, tile=tile), 0.5)
     parts = heads(d=16)
     up = torch.randn_like(parts[0])
     found = []

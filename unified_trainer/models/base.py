@@ -319,7 +319,8 @@ class Family:
     exported_pipeline: Path | None = None
     # folder -> its networks without weights, by which `plan` counts memory and FLOPs; None: it refuses the family
     blueprint: "Callable[[Path], Blueprint] | None" = None
-    # (folder, component, settings) -> as `model`, with sparse self-attention; None: no sparse form
-    sparse: Callable[[Path, str, SparseAttentionConfig], SparseVideoModel] | None = None
+    # (folder, component, settings, causal or not) -> as `causal` or `model`, with sparse self-attention; None: no such
+    # form
+    sparse: Callable[[Path, str, SparseAttentionConfig, bool], SparseVideoModel] | None = None
     # (folder, component) -> as `model`, a flow map; None: the family has none
     flow_map: Callable[[Path, str], VideoModel] | None = None

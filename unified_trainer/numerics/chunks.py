@@ -52,6 +52,20 @@ class ChunkConfig:
         if self.rolling_sink and not self.sink_frames:
             raise UserError("sampler.chunks.rolling_sink needs sampler.chunks.sink_frames: without a sink none moves")
 
+    def check_whole(self) -> None:
+        """Raise UserError, naming the setting, for a sink or a window that holds a part of a chunk."""
+        chunk, sink, first = self.chunk_frames, self.sink_frames, int(self.independent_first_frame)
+        if sink and (sink < first or (sink - first) % chunk):
+            raise UserError(
+                f"sampler.chunks.sink_frames must be whole chunks for sparse attention, whose tiles are those of "
+                f"chunks: {first or chunk}, {first + chunk if first else 2 * chunk} ... frames, not {sink}"
+            )
+        if (self.window_frames - sink) % chunk and self.window_frames:
+            raise UserError(
+                f"sampler.chunks.window_frames must be the sink and whole chunks for sparse attention, whose tiles are "
+                f"those of chunks: {sink} and a multiple of {chunk} frames, not {self.window_frames}"
+            )
+
     def check_masked(self, frames: int) -> None:
         """Raise UserError if one masked pass over all chunks cannot do what passes through the cache do."""
         last, window = self.ranges(frames)[-1][0], self.window_frames

@@ -159,7 +159,7 @@ def open_model(
     if sparse.share:
         if family.sparse is None:
             raise UserError(f"{role}.sparse_attention: {folder} is of a family without sparse attention, leave it out")
-        return family.sparse(folder, component, sparse)
+        return family.sparse(folder, component, sparse, causal)
     if not causal:
         return family.model(folder, component)
     assert family.causal is not None  # the check of the roles refuses other families

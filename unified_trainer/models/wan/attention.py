@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_wan import WanAttention
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from unified_trainer.models.masked_attention import Keys, Mask, attend
+from unified_trainer.models.masked_attention import Keys, Mask, Queries, attend
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.sequence import Heads, heads_to_tokens, tokens_to_heads
 
@@ -117,20 +117,33 @@ class SelfAttention:
     def __call__(
         self, attn: WanAttention, x: Tensor, _encoder: None, _mask: None, now: LayerPass
     ) -> Float[Tensor, "b n width"]:
-        query, key, value = (
-            part.unflatten(2, (attn.heads, -1))
-            for part in (normed(attn.norm_q, attn.to_q(x)), normed(attn.norm_k, attn.to_k(x)), attn.to_v(x))
-        )
-        # Rounded to the precision that attention computes in before anything is cached or sent.
-        query, key = rotate(query, now).to(value), rotate(key, now).to(value)
+        query, key, value, *more = self.projected(attn, x, now)
         if now.mesh:
-            query, key, value = (tokens_to_heads(part, now.tokens, now.mesh) for part in (query, key, value))
+            query, key, value, *more = (
+                tokens_to_heads(part, now.tokens, now.mesh) for part in (query, key, value, *more)
+            )
         if now.recorded is not None:
             now.recorded.append((key, value))
         if now.past:
             key, value = (torch.cat(parts, 1) for parts in zip(*now.past, (key, value), strict=True))
-        out = attend(query, key, value, now.mask)
+        out = self.attended(now, query, key, value, *more)
         return project_out(attn, heads_to_tokens(out, now.mesh) if now.mesh else out)
+
+    def projected(self, attn: WanAttention, x: Tensor, now: LayerPass) -> tuple[Heads, ...]:
+        """Return queries, keys and values of this rank's tokens, and what else of them the attention reads.
+
+        Queries and keys are rotated, and rounded to the precision that attention computes in before anything is cached
+        or sent.
+        """
+        query, key, value = (
+            part.unflatten(2, (attn.heads, -1))
+            for part in (normed(attn.norm_q, attn.to_q(x)), normed(attn.norm_k, attn.to_k(x)), attn.to_v(x))
+        )
+        return rotate(query, now).to(value), rotate(key, now).to(value), value
+
+    def attended(self, now: LayerPass, query: Queries, key: Keys, value: Keys, *_more: Queries) -> Queries:
+        """Attend from the pass's queries to all keys and values."""
+        return attend(query, key, value, now.mask)
 
 
 class _TextAttention:

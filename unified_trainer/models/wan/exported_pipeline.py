@@ -9,6 +9,7 @@ Students with a condition image take it as `image=`.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -79,8 +80,17 @@ class Sampler:
         return [(0, 1)] * first + [(start, start + self.chunk_frames) for start in starts]
 
     def window(self, frames: int, frames_of_run: int) -> int:
-        """Return the window in latent frames: a longer video than the run's attends to at most the run's past."""
-        return self.window_frames or (frames_of_run - self.chunk_frames if frames > frames_of_run else 0)
+        """Return the window in latent frames: a longer video than the run's attends to at most the run's past.
+
+        Raise ValueError for one that cuts a chunk, whose tiles sparse attention needs whole.
+        """
+        window = self.window_frames or (frames_of_run - self.chunk_frames if frames > frames_of_run else 0)
+        if self.sparse_share and window and (window - self.sink_frames) % self.chunk_frames:
+            raise ValueError(
+                f"{frames} latent frames are more than the run's {frames_of_run}, whose past of {window} frames cuts a "
+                f"chunk: set window_frames in scheduler/sampler.json to a multiple of {self.chunk_frames}"
+            )
+        return window
 
 
 class SamplerFile(ConfigMixin):
@@ -144,7 +154,7 @@ class TrainedWanPipeline(WanPipeline):
         prompts, device = [prompt] if isinstance(prompt, str) else prompt, self._execution_device
         shape = self._latent_shape(num_frames or sampler.frames, height or sampler.height, width or sampler.width)
         frames, frames_of_run = shape[1], (sampler.frames - 1) // self.vae_scale_factor_temporal + 1
-        ranges = sampler.ranges(frames)
+        ranges, window = sampler.ranges(frames), sampler.window(frames, frames_of_run)
 
         @functools.cache
         def draw(_: int) -> Tensor:
@@ -162,7 +172,7 @@ class TrainedWanPipeline(WanPipeline):
                 chunks.append(solve(sampler, networks.velocity, draw, own, bar.update))
                 if stop < frames:
                     context = add_context_noise(sampler, chunks[-1], draw, own)
-                    networks.append(context, sampler.window(frames, frames_of_run))
+                    networks.append(context, window)
         video = torch.cat(chunks, 2)
         if output_type != "latent":
             video = self.video_processor.postprocess_video(self._decode(video), output_type)
@@ -324,9 +334,10 @@ class Networks:
         self.caches = [KVCache(network, sampler.rolling_sink) for network in running] if sampler.chunk_frames else []
         self._norms = [layer for network in running for layer in network.modules() if isinstance(layer, nn.RMSNorm)]
         sparse, flow_maps = (running if has else [] for has in (sampler.sparse_share, sampler.flow_map))
+        caches = self.caches or [None] * len(running)
         self.opened: list[KVCache | SparseAttention | FlowMap] = [
             *self.caches,
-            *(SparseAttention(network, sampler) for network in sparse),
+            *(SparseAttention(network, sampler, cache) for network, cache in zip(sparse, caches, strict=False)),
             *(FlowMap(network, sampler) for network in flow_maps),
         ]
 
@@ -374,6 +385,7 @@ class KVCache:
 
     def __init__(self, network: WanTransformer3DModel, rolling_sink: bool) -> None:
         self.network, self.seen = network, 0  # latent frames finished so far
+        self.chunks: list[int] = []  # latent frames of each chunk in the cache, if the window keeps whole chunks
         self.layers = [RollingSink() if rolling_sink else CachedAttention() for _ in network.blocks]
         self._before = [block.attn1.processor for block in network.blocks]
 
@@ -390,6 +402,9 @@ class KVCache:
     def append(self, frames: int, window: int, sink: int) -> None:
         """Keep keys and values of the pass that just ran, of so many latent frames, and drop what leaves the window."""
         self.seen += frames
+        starts = [*itertools.accumulate(self.chunks, initial=0)]
+        left = range(sink, sink + starts[-1] + frames - window) if window else ()
+        self.chunks = [size for start, size in zip(starts, [*self.chunks, frames], strict=True) if start not in left]
         for layer in self.layers:
             layer.append(frames, window, sink)
 
@@ -419,9 +434,13 @@ class CachedAttention:
         )
         cos, sin = (table[:, -x.shape[1] :] for table in rope)
         query, key = rotate(query, cos, sin).to(value), rotate(key, cos, sin).to(value)
-        self.latest = [key, value]
-        out = dispatch_attention_fn(query, *self._all(), backend=self._attention_backend)
+        out = dispatch_attention_fn(query, *self.seen(key, value, rope), backend=self._attention_backend)
         return attn.to_out[1](attn.to_out[0](out.flatten(2)))
+
+    def seen(self, key: Tensor, value: Tensor, rope: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """Return the keys and values of finished chunks and of this pass, which are those that `append` keeps."""
+        self.latest = [key, value]
+        return self._all()
 
     def append(self, frames: int, window: int, sink: int) -> None:
         """Keep the latest keys and values: all, or the sink and the newest that fit into the window."""
@@ -445,15 +464,16 @@ class RollingSink(CachedAttention):
         super().__init__()
         self.sink = self.turn = 0  # in tokens
 
-    def __call__(self, attn: WanAttention, x: Tensor, text: None, mask: None, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def seen(self, key: Tensor, value: Tensor, rope: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """Return the keys and values of finished chunks, those of the sink turned, and of this pass."""
         past = self.past
         if self.turn:
-            (key, value), first = past, slice(self.turn, self.turn + 1)  # the first token of a frame: row 0, column 0
-            sink = rotate(key[:, : self.sink].float(), *(table[:, first] for table in rope)).to(key)
-            self.past = [torch.cat([sink, key[:, self.sink :]], 1), value]
-        out = super().__call__(attn, x, text, mask, rope)
+            first = slice(self.turn, self.turn + 1)  # the first token of a frame: row 0, column 0
+            sink = rotate(past[0][:, : self.sink].float(), *(table[:, first] for table in rope)).to(key)
+            self.past = [torch.cat([sink, past[0][:, self.sink :]], 1), past[1]]
+        every = super().seen(key, value, rope)
         self.past = past
-        return out
+        return every
 
     def append(self, frames: int, window: int, sink: int) -> None:
         """Keep the latest keys and values as they are, and count by how much those of the sink are turned from now."""
@@ -471,11 +491,13 @@ def in_float32(_norm: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
 class SparseAttention:
     """While it is open, the self-attention of a network leaves out tiles of keys (VSA, arXiv:2505.13389).
 
-    All pairs of tokens are computed, head by head, and those of the other tiles masked.
+    All pairs of tokens are computed, head by head, and those of the other tiles masked. With a KV cache, which is open
+    before, they are the tiles of finished chunks and of the pass.
     """
 
-    def __init__(self, network: WanTransformer3DModel, sampler: Sampler) -> None:
+    def __init__(self, network: WanTransformer3DModel, sampler: Sampler, cache: KVCache | None) -> None:
         self.network, self.share, self.tile = network, sampler.sparse_share, sampler.sparse_tile
+        self.cache = cache
         self._before = [block.attn1.processor for block in network.blocks]
         for number, block in enumerate(network.blocks):
             add_layer(network, f"blocks.{number}", GATE, block.attn1.to_q)
@@ -483,8 +505,9 @@ class SparseAttention:
     def open(self) -> None:
         """Put the sparse attention into the network."""
         self._hook = self.network.register_forward_pre_hook(self._set_tiles)
-        for block in self.network.blocks:
-            block.attn1.processor = functools.partial(self._attend, block)
+        layers = [None] * len(self.network.blocks) if self.cache is None else self.cache.layers
+        for block, layer in zip(self.network.blocks, layers, strict=True):
+            block.attn1.processor = functools.partial(self._attend, block, layer)
 
     def close(self) -> None:
         """Put the network's own attention back."""
@@ -493,43 +516,65 @@ class SparseAttention:
             block.attn1.processor = processor
 
     def _set_tiles(self, _network: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Number the tiles of the pass's tokens, and the place of each token in its tile."""
+        """Number the tiles of the pass's tokens, and of all tokens that it attends to."""
         x, patch = inputs[0], self.network.config.patch_size
-        size = [length // part for length, part in zip(x.shape[2:], patch, strict=True)]
-        count = [-(-length // tile) for length, tile in zip(size, self.tile, strict=True)]
-        at = torch.meshgrid(*(torch.arange(length) for length in size), indexing="ij")
-        t, h, w = (place // tile for place, tile in zip(at, self.tile, strict=True))
-        i, j, k = (place % tile for place, tile in zip(at, self.tile, strict=True))
-        _, rows, columns = self.tile
-        self.of_token = ((t * count[1] + h) * count[2] + w).flatten().to(x.device)
-        self.slot = self.of_token * math.prod(self.tile) + ((i * rows + j) * columns + k).flatten().to(x.device)
-        self.sizes = torch.bincount(self.of_token, minlength=math.prod(count))
-        self.kept = max(1, math.ceil((1 - self.share) * len(self.sizes)))
+        frames, *plane = [length // part for length, part in zip(x.shape[2:], patch, strict=True)]
+        past = [] if self.cache is None else self.cache.chunks
+        self.queries, self.keys = (Tiles(self.tile, each, plane, x.device) for each in ([frames], [*past, frames]))
+        self.kept = max(1, math.ceil((1 - self.share) * len(self.keys.sizes)))
 
     def _attend(
-        self, block: nn.Module, attn: WanAttention, x: Tensor, _text: None, _mask: None, rope: tuple[Tensor, Tensor]
+        self,
+        block: nn.Module,
+        layer: CachedAttention | None,
+        attn: WanAttention,
+        x: Tensor,
+        _text: None,
+        _mask: None,
+        rope: tuple[Tensor, Tensor],
     ) -> Tensor:
         query, key, value, gate = (
-            part.unflatten(2, (attn.heads, -1)).transpose(1, 2)
+            part.unflatten(2, (attn.heads, -1))
             for part in (attn.norm_q(attn.to_q(x)), attn.norm_k(attn.to_k(x)), attn.to_v(x), getattr(block, GATE)(x))
         )
-        cos, sin = (table.transpose(1, 2) for table in rope)
+        cos, sin = (table[:, -x.shape[1] :] for table in rope)
         query, key = rotate(query, cos, sin).to(value), rotate(key, cos, sin).to(value)
-        means = [self._means(part) for part in (query, key, value)]
-        scores = (means[0] @ means[1].transpose(2, 3)).float() / math.sqrt(query.shape[3])
-        coarse = scores.softmax(-1).to(value) @ means[2]
+        key, value = (key, value) if layer is None else layer.seen(key, value, rope)
+        query, key, value, gate = (part.transpose(1, 2) for part in (query, key, value, gate))
+        scores = (self.queries.means(query) @ self.keys.means(key).transpose(2, 3)).float() / math.sqrt(query.shape[3])
+        coarse = scores.softmax(-1).to(value) @ self.keys.means(value)
         order = (-scores).argsort(dim=-1, stable=True)[..., : self.kept]
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, True)
-        masks = (chosen[:, [head]][:, :, self.of_token][..., self.of_token] for head in range(attn.heads))
+        masks = (chosen[:, [head]][:, :, self.queries.of_token][..., self.keys.of_token] for head in range(attn.heads))
         fine = [
             scaled_dot_product_attention(query[:, [head]], key[:, [head]], value[:, [head]], attn_mask=mask)
             for head, mask in enumerate(masks)
         ]
-        out = torch.cat(fine, 1) + gate * coarse[:, :, self.of_token]
+        out = torch.cat(fine, 1) + gate * coarse[:, :, self.queries.of_token]
         return attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2)))
 
-    def _means(self, x: Tensor) -> Tensor:
-        slots = x.new_zeros(*x.shape[:2], len(self.sizes) * math.prod(self.tile), x.shape[3])
+
+class Tiles:
+    """The tiles of chunks of so many latent frames, one chunk after the other, and the place of each token in them."""
+
+    def __init__(self, tile: list[int], chunks: list[int], plane: list[int], device: torch.device) -> None:
+        counted, tokens, slots = 0, [], []
+        for frames in chunks:
+            size = [frames, *plane]
+            count = [-(-length // part) for length, part in zip(size, tile, strict=True)]
+            at = torch.meshgrid(*(torch.arange(length) for length in size), indexing="ij")
+            t, h, w = (place // part for place, part in zip(at, tile, strict=True))
+            i, j, k = (place % part for place, part in zip(at, tile, strict=True))
+            tokens.append((counted + (t * count[1] + h) * count[2] + w).flatten())
+            slots.append(((i * tile[1] + j) * tile[2] + k).flatten())
+            counted += math.prod(count)
+        self.of_token, self.whole = torch.cat(tokens).to(device), math.prod(tile)
+        self.slot = self.of_token * self.whole + torch.cat(slots).to(device)
+        self.sizes = torch.bincount(self.of_token, minlength=counted)
+
+    def means(self, x: Tensor) -> Tensor:
+        """Return the mean of each tile of x [b, heads, n, d]."""
+        slots = x.new_zeros(*x.shape[:2], len(self.sizes) * self.whole, x.shape[3])
         sums = slots.index_copy(2, self.slot, x).unflatten(2, (len(self.sizes), -1)).sum(3, dtype=torch.float32)
         return (sums / self.sizes[:, None]).to(x)
 

@@ -10,9 +10,11 @@ from unified_trainer.basics.input_files import read_as, read_json
 from unified_trainer.models.base import Family, Shape
 from unified_trainer.models.blueprint import Blueprint, codec_blueprint
 from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.sparse_attention import SparseAttentionConfig
 from unified_trainer.models.wan import exported_pipeline
 from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.models.wan.causal_image import CausalFirstFrameWanModel, CausalImageChannelsWanModel
+from unified_trainer.models.wan.causal_sparse import CausalSparseWanModel
 from unified_trainer.models.wan.codec import WanCodec, latent_shape
 from unified_trainer.models.wan.configs import (
     EXPERTS,
@@ -60,8 +62,14 @@ def open_model(folder: Path, component: str) -> WanModel:
     return kinds[images(folder)].open(folder, component)
 
 
+def open_sparse(folder: Path, component: str, config: SparseAttentionConfig, causal: bool) -> SparseWanModel:
+    """Open a network of a folder with sparse attention, without weights, as a causal one if asked."""
+    return (CausalSparseWanModel if causal else SparseWanModel).open_with(folder, component, config)
+
+
 def open_causal(folder: Path, component: str) -> CausalWanModel:
     """Open a network of a folder as a causal one, without weights: of text alone, or of text and an image."""
+    check_dense(folder / component)
     kinds = {(0, 0): CausalWanModel, (0, 1): CausalFirstFrameWanModel, (1, 1): CausalImageChannelsWanModel}
     return kinds[images(folder)].open(folder, component)
 
@@ -155,6 +163,6 @@ WAN = Family(
     native=("wan", native_config),
     adapter_files=("high_noise_model", "low_noise_model"),  # as Wan2.2-Lightning names them
     exported_pipeline=Path(exported_pipeline.__file__),
-    sparse=SparseWanModel.open_with,
+    sparse=open_sparse,
     flow_map=FlowMapWanModel.open,
 )

@@ -7,32 +7,35 @@ has none, and opens with gates of zero.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import compress
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttention
-from jaxtyping import Float
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Latents
 from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.folder import WEIGHTS, check_component, check_new_layers, outline
+from unified_trainer.models.masked_attention import Keys, Queries
 from unified_trainer.models.sparse_attention import (
+    ChunkTiles,
     Fine,
+    Grid,
     SparseAttentionConfig,
-    Tiles,
     attend_sparsely,
     kernel_fine,
     masked_fine,
     plain_fine,
 )
-from unified_trainer.models.wan.attention import LayerPass, SelfAttention, normed, project_out, rotate, set_attention
+from unified_trainer.models.wan.attention import LayerPass, SelfAttention, set_attention
 from unified_trainer.models.wan.image_model import FirstFrameWanModel
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.parallel.sequence import heads_to_tokens, tokens_to_heads
+from unified_trainer.parallel.sequence import Heads
 
 GATE = "to_gate_compress"
 
@@ -41,7 +44,13 @@ GATE = "to_gate_compress"
 class TiledPass(LayerPass):
     """A `LayerPass` with the tiles of its tokens."""
 
-    tiles: Tiles
+    tiles: ChunkTiles
+
+    def joined(self) -> LayerPass:
+        keys = self.tiles.keys
+        for part in (keys.of_token, keys.slot, keys.sizes) if self.past else ():
+            torch._dynamo.maybe_mark_dynamic(part, 0)
+        return super().joined()
 
 
 class SparseWanModel(FirstFrameWanModel):
@@ -55,7 +64,7 @@ class SparseWanModel(FirstFrameWanModel):
         """Add gates on the device `gates`: zero, or on the meta device without memory until `read` brings them."""
         super().__init__(network, folder)
         self._config, self.share = config, config.share
-        self._tiles: Tiles | None = None  # of the pass that runs
+        self._tiles: ChunkTiles | None = None  # of the pass that runs
         self._fine: tuple[Fine, Fine] = masked_fine, masked_fine  # in bf16, and in other precisions
         for block in network.blocks:
             gate = nn.Linear(self.feature_size, self.feature_size, device=gates)
@@ -102,17 +111,25 @@ class SparseWanModel(FirstFrameWanModel):
         for block in self.network.blocks:
             block.attn1.processor = _SparseAttention(block, self._fine)
 
-    def _grid(self, x: Latents) -> tuple[int, int, int]:
+    def _grid(self, x: Latents) -> Grid:
         time, height, width = (
             size // part for size, part in zip(x.shape[2:], self.network.config.patch_size, strict=True)
         )
         return time, height, width
 
     def _tile(self, _network: nn.Module, inputs: Sequence[Any]) -> None:
-        x = inputs[0]
+        x, config = inputs[0], self._config
         grid = self._grid(x)
-        self._tiles = Tiles.of(self._config, grid, self.share).to(x.device)
-        self.pass_share = {"attn1": Fraction(*(self._config.pairs(grid, share) for share in (self.share, 0.0)))}
+        frames, sees = self._chunks(grid[0])
+        chunks = [(count, *grid[1:]) for count in frames]
+        self._tiles = ChunkTiles.of(config, chunks, sees, self.share).to(x.device)
+        rows = zip(chunks[-len(sees) :], sees.tolist(), strict=True)
+        pairs = sum(config.pairs(own, [*compress(chunks, row)], self.share) for own, row in rows)
+        self.pass_share = {**self.pass_share, "attn1": Fraction(pairs, config.pairs(grid, [grid], 0.0))}
+
+    def _chunks(self, frames: int) -> tuple[list[int], Bool[Tensor, "own chunks"]]:
+        """Return the frames of each chunk of keys, and whether each chunk of the pass sees it: here one has all."""
+        return [frames], torch.ones(1, 1, dtype=torch.bool)
 
     def _with_tiles(self, _block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Give a block's attention the tiles of the pass, which a later recomputation of the block then has too."""
@@ -122,32 +139,20 @@ class SparseWanModel(FirstFrameWanModel):
 
 
 class _SparseAttention(SelfAttention):
-    """Sparse self-attention over the tokens of the pass: all tokens, and on each rank its heads."""
+    """Self-attention to the kept tiles, of the past and of the pass."""
 
     def __init__(self, block: nn.Module, fine: tuple[Fine, Fine]) -> None:
         self._block, self._fine = block, fine
 
-    def __call__(
-        self, attn: WanAttention, x: Tensor, _encoder: None, _mask: None, now: LayerPass
-    ) -> Float[Tensor, "b n width"]:
+    def projected(self, attn: WanAttention, x: Tensor, now: LayerPass) -> tuple[Heads, ...]:
+        gate = self._block.get_submodule(GATE)(x).unflatten(2, (attn.heads, -1))
+        return *super().projected(attn, x, now), gate
+
+    def attended(self, now: LayerPass, query: Queries, key: Keys, value: Keys, *more: Queries) -> Queries:
         assert isinstance(now, TiledPass)
-        query, key, value, gate = (
-            part.unflatten(2, (attn.heads, -1))
-            for part in (
-                normed(attn.norm_q, attn.to_q(x)),
-                normed(attn.norm_k, attn.to_k(x)),
-                attn.to_v(x),
-                self._block.get_submodule(GATE)(x),
-            )
-        )
-        query, key = rotate(query, now).to(value), rotate(key, now).to(value)
-        if now.mesh:
-            query, key, value, gate = (
-                tokens_to_heads(part, now.tokens, now.mesh) for part in (query, key, value, gate)
-            )
+        (gate,) = more
         fine = self._fine[value.dtype != torch.bfloat16]  # kernels compute in bf16 alone
-        out = attend_sparsely(query, key, value, gate, now.tiles, fine)
-        return project_out(attn, heads_to_tokens(out, now.mesh) if now.mesh else out)
+        return attend_sparsely(query, key, value, gate, now.tiles, fine)
 
 
 def check_dense(folder: Path) -> None:

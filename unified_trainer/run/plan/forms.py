@@ -13,7 +13,7 @@ from unified_trainer.parallel.device import PRODUCTS_FROM, device_name, has_flex
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.causal import Causal
 from unified_trainer.run.plan.roles import RolePlan, opened
-from unified_trainer.run.registry import family_of, method_named, open_model
+from unified_trainer.run.registry import family_of, method_named
 from unified_trainer.run.settings.config import ConfigError, RunConfig
 
 
@@ -116,11 +116,9 @@ def check_sparse(run: RunConfig, method: type[Method], roles: Mapping[str, RoleP
         sparse, key = role.config.sparse, f"{name}.sparse_attention"
         if not sparse.share:
             continue
-        if issubclass(role.kind, Causal):
-            raise ConfigError(
-                f"{key}: a causal student attends chunk by chunk through a KV cache, and its chunks cut the tiles: "
-                f"leave out {key}.share, or train a student of all frames at once (sampler.chunks.chunk_frames 0)"
-            )
+        causal = issubclass(role.kind, Causal)
+        if causal:
+            run.sampler.chunks.check_whole()
         copies = [other for other in roles if method.roles[other].copy_of == name]
         if sparse.warmup_updates and (copies or method.sampled_by or run.rollouts.evaluation_workers):
             raise ConfigError(
@@ -128,15 +126,14 @@ def check_sparse(run: RunConfig, method: type[Method], roles: Mapping[str, RoleP
                 "evaluation workers), where the share cannot rise with its updates: leave it out. A student that was "
                 "distilled with a rising share starts with the whole one"
             )
-        model = cast(
-            SparseVideoModel,
-            open_model(name, role.path, next(iter(role.layout.components.values())), causal=False, sparse=sparse),
-        )
+        model = cast(SparseVideoModel, opened(name, role, next(iter(role.layout.components))))
         lacks = model.lacks_kernel(mesh.device.type)
         if not lacks and role.config.precision != "bf16":
             lacks = f"{name}.precision is {role.config.precision}, and they take bf16"
         flex = has_flex_attention(mesh.device)
         torch = "FlexAttention on the kept tiles" if flex else "plain torch, which computes all pairs of tokens"
         torch = f"{torch}. The kernels of fastvideo-kernel do not run: {lacks}"
-        lines.append(f"{key}: " + (torch if lacks else "the kernels of fastvideo-kernel"))
+        kernels = "the kernels of fastvideo-kernel"
+        kernels += ", and FlexAttention on the kept tiles in passes that read a KV cache" if causal else ""
+        lines.append(f"{key}: " + (torch if lacks else kernels))
     return "\n".join(lines)

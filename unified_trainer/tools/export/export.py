@@ -229,7 +229,7 @@ def _read(loaded: LoadedRole, folder: Path, component: str) -> VideoModel:
     if loaded.role.config.is_flow_map and family.flow_map is not None:
         model = family.flow_map(folder, component)
     elif sparse.share and family.sparse is not None:
-        model = family.sparse(folder, component, sparse)
+        model = family.sparse(folder, component, sparse, False)
     else:
         model = family.model(folder, component)
     model.read(Mesh(torch.device("cpu")))

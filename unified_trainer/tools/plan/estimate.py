@@ -332,16 +332,18 @@ def _flops(call: Pass, sizes: Sizes, counts: Counts) -> PassFLOPs:
 def _forward(call: Pass, sizes: Sizes, counts: Counts, shape: Shape) -> PassCount:
     """Return the FLOPs of a pass of the rehearsal, forward over one sample at the real sizes.
 
-    It computes the share of a plain pass that the rehearsal's did, or the pairs that sparse attention keeps. Where
-    every token has a noise level, the layers that see one row a sample see one a token.
+    It computes the share of a plain pass that the rehearsal's did, and of its pairs those that sparse attention keeps:
+    in chunks within a tile for each tile of queries. Where every token has a noise level, the layers that see one row a
+    sample see one a token.
     """
     name, _ = seat_of(counts, call)
     model, (_, frames, high, wide) = sizes.models[name], shape
-    plain, sparse, share = model.plain_pass(shape), counts.plans[name].config.sparse, call.share
+    plain, share = model.plain_pass(shape), dict(call.share)
+    sparse = sizes.run.roles[method_named(sizes.run.method).roles[name].copy_of or name].sparse
     if sparse.share:
         _, height, width = json.loads(model.config)["patch_size"]
-        pairs = sparse.pairs((frames, high // height, wide // width), sparse.share)
-        share = {"attn1": Fraction(pairs, plain.tokens**2)}
+        grid = (frames, high // height, wide // width)
+        share["attn1"] = Fraction(sparse.pairs(grid, [grid], sparse.share), plain.tokens**2) * share.get("attn1", 1)
     _, times, *_ = call.inputs  # latents, times and text of a Wan
     if len(times) == 2:
         once = {name: 2 * matrix.weights for name, matrix in model.size.matrices.items()}

@@ -31,6 +31,7 @@ from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.methods.rl.rollouts import LocalRollouts, ScoredSamples
 from unified_trainer.models.base import Codec
 from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.sparse_attention import SparseAttentionConfig
 from unified_trainer.models.wan.configs import EXPERTS
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.parallel.meter import Meter, Pass
@@ -52,6 +53,7 @@ from unified_trainer.sampling.solver import generate
 from unified_trainer.tools.plan.tracing import quiet_norms
 
 CHANNELS, TEXT_TOKENS, TEXT_WIDTH, HEAD = 4, 2, 4, 6  # of the rehearsal; 6 is the least width of a head
+ALL_TOKENS = SparseAttentionConfig(share=1e-9, tile=(1, 1, 1))  # leaves out none: its pairs are those of a dense pass
 PROMPTS = 4096  # more than a step has
 SCORER = "rehearsal"
 
@@ -193,6 +195,7 @@ def _small_role(config: RoleConfig, path: str) -> RoleConfig:
         return replace(config, adapter=AdapterFileConfig())
     adapter = AdapterConfig(rank=min(1, config.adapter.rank))
     unseen: dict[str, Any] = {"learning_rate": 0.0, "activation_memory": "none", "ema_decay": 0.0, "ema_device": "same"}
+    unseen |= {"sparse_attention": ALL_TOKENS} if config.sparse.share else {}
     return replace(config, adapter=adapter, moments="fp32", **unseen)
 
 

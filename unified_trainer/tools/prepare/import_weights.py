@@ -117,7 +117,8 @@ def import_weights(
     if sparse and family.sparse is None:
         raise UserError(f"{source} holds gates of sparse attention, which the family of {folder} has not")
     if sparse and family.sparse is not None:
-        model = family.sparse(folder, component, SparseAttentionConfig(share=0.5))  # any share has the same weights
+        any_share = SparseAttentionConfig(share=0.5)  # the weights are the same
+        model = family.sparse(folder, component, any_share, False)
     elif component in family.networks(folder)[0]:
         model = family.model(folder, component)
     shapes = _shapes(model, place)

@@ -147,6 +147,8 @@ def of_length(
     chunks = dataclasses.replace(chunks, window_frames=window, sink_frames=sink, rolling_sink=rolling)
     sampler = dataclasses.replace(run.sampler, chunks=chunks)
     sampler.check()
+    if loaded.role.config.sparse.share:
+        sampler.chunks.check_whole()
     sampler.chunks.ranges(shape[1])
     run = dataclasses.replace(run, video=video, sampler=sampler)
     cache_memory(run, loaded.role, shape, batch, "lower --batch, or set --window-frames")
