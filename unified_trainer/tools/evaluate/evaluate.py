@@ -200,7 +200,8 @@ def _measured(
     missing = [i for i, row in enumerate(rows) if row is None]
     scorers, of_images = load_scorers(rewards, mesh.device) if missing else ({}, None)
     i3d, video = plan.i3d if missing else "", chosen[0].run.video
-    features = video_features(of_images, plan.frechet_stride, i3d, "--i3d", video, plan.batch, mesh.device)
+    tiny = is_tiny_world((video.frames, video.height, video.width), plan.prompts)
+    features = video_features(of_images, plan.frechet_stride, i3d, "--i3d", video, plan.batch, mesh.device, tiny=tiny)
     last: dict[tuple[Path, EncoderConfig], Codec] = {}
 
     def measured(checkpoint: Checkpoint, place: Path) -> Measured:
