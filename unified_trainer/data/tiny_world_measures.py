@@ -10,25 +10,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from unified_trainer.basics.types import PerSample, Video
-from unified_trainer.data.tiny_world import (
-    BACKGROUND,
-    COLORS,
-    DIRECTIONS,
-    RADIUS_RANGE,
-    SHAPES,
-    SIZE,
-    SUBJECT_OF_CAPTION,
-    Subject,
-    coverage,
-    draw_clip,
-)
+from unified_trainer.data import tiny_world
+from unified_trainer.data.tiny_world import SHAPES, SIZE, Subject, coverage
 from unified_trainer.numerics.wasserstein import wasserstein
 
 WORLD, DRAWN = "world/", "drawn/"  # before the names of distances, and of the attributes of a sample
+ATTRIBUTES = ("size", "x", "y", "travel")  # of a clip, in the order of its law
 DRAWS = 2000  # clips of a subject, whose attributes are the real law
 OTHER_COLOR = 0.70  # distance of the two nearest of COLORS, red and yellow
 CORE = 0.8  # share of a frame's largest difference from the ground, above which pixels show its own color
 STRIDE = 4  # frames between two that are measured; the first and the last of a clip are
+
+OfFrames = Float[Tensor, "b t"]
 
 
 def attributes(video: Video, subjects: Sequence[Subject]) -> dict[str, PerSample]:
@@ -43,7 +36,7 @@ def attributes(video: Video, subjects: Sequence[Subject]) -> dict[str, PerSample
     world/shape is 1 minus the lead of the subject's template in overlap over the next one, relative to the lead of the
     template itself: 0 for the template, 1 for a shape between two, more for another shape.
     """
-    ground = torch.tensor(BACKGROUND).view(3, 1, 1, 1)
+    ground = torch.tensor(tiny_world.BACKGROUND).view(3, 1, 1, 1)
     difference = video[:, :, ::STRIDE].cpu().float() - ground
     strength = difference.norm(dim=1)
     body = (strength > (CORE * strength.amax((2, 3), keepdim=True)).clamp(min=0.1)).float()
@@ -53,8 +46,8 @@ def attributes(video: Video, subjects: Sequence[Subject]) -> dict[str, PerSample
     area = alpha.sum((2, 3)).clamp(min=1)
     grid = torch.arange(SIZE) + 0.5
     radius, x, y = (area / math.pi).sqrt(), alpha.sum(2) @ grid / area, alpha.sum(3) @ grid / area
-    along = torch.tensor([DIRECTIONS[subject.direction] for subject in subjects])
-    wanted = torch.tensor([COLORS[subject.color] for subject in subjects]) - ground.flatten()
+    along = torch.tensor([tiny_world.DIRECTIONS[subject.direction] for subject in subjects])
+    wanted = torch.tensor([tiny_world.COLORS[subject.color] for subject in subjects]) - ground.flatten()
     way = torch.stack([x[:, -1] - x[:, 0], y[:, -1] - y[:, 0]], 1)
     shape = torch.tensor([SHAPES.index(subject.shape) for subject in subjects])
     lead = _lead(alpha, x, y, radius, shape) / _lead_of_templates()[shape]
@@ -78,8 +71,8 @@ def world_distances(columns: Mapping[str, Tensor], captions: Sequence[str]) -> d
     """
     rows: dict[Subject, list[int]] = {}
     for i, caption in enumerate(captions):
-        rows.setdefault(SUBJECT_OF_CAPTION[caption], []).append(i)
-    far: dict[str, list[float]] = {name: [] for name in ("size", "x", "y", "travel")}
+        rows.setdefault(tiny_world.SUBJECT_OF_CAPTION[caption], []).append(i)
+    far: dict[str, list[float]] = {name: [] for name in ATTRIBUTES}
     spread = []
     for subject, own in rows.items():
         for name, real in _law(subject).items():
@@ -94,17 +87,13 @@ def world_distances(columns: Mapping[str, Tensor], captions: Sequence[str]) -> d
 @cache
 def _law(subject: Subject) -> dict[str, Float[Tensor, " n"]]:
     generator = torch.Generator().manual_seed(0)
-    clips = [draw_clip(subject, generator) for _ in range(DRAWS)]
+    clips = [tiny_world.draw_clip(subject, generator) for _ in range(DRAWS)]
     rows = torch.tensor([(clip.radius, *clip.centre, clip.travel) for clip in clips], dtype=torch.float64)
-    return dict(zip(("size", "x", "y", "travel"), rows.unbind(1), strict=True))
+    return dict(zip(ATTRIBUTES, rows.unbind(1), strict=True))
 
 
 def _lead(
-    alpha: Float[Tensor, "b t h w"],
-    x: Float[Tensor, "b t"],
-    y: Float[Tensor, "b t"],
-    radius: Float[Tensor, "b t"],
-    wanted: Int[Tensor, " b"],
+    alpha: Float[Tensor, "b t h w"], x: OfFrames, y: OfFrames, radius: OfFrames, wanted: Int[Tensor, " b"]
 ) -> PerSample:
     """Return how much more the wanted template overlaps than the best of the others, as a mean over frames."""
     overlaps = []
@@ -118,7 +107,7 @@ def _lead(
 
 @cache
 def _lead_of_templates() -> Float[Tensor, " shapes"]:
-    middle, radius = torch.full((1,), SIZE / 2), torch.full((1,), sum(RADIUS_RANGE) / 2)
+    middle, radius = torch.full((1,), SIZE / 2), torch.full((1,), sum(tiny_world.RADIUS_RANGE) / 2)
     templates = torch.stack([coverage(name, middle, middle, radius) for name in SHAPES])
     places = middle.expand(len(SHAPES), 1)
     return _lead(templates, places, places, radius.expand_as(places), torch.arange(len(SHAPES)))

@@ -126,27 +126,19 @@ def distances_of(
     if not config.real_clips and not tiny:
         return None
     real = partial(read_real, config.real_clips, CLIPS, video) if config.real_clips else drawn
-    named = video_features(features, config.frechet_stride, config.i3d, NETWORK, video, config.batch, device, tiny=tiny)
+    named = video_features(features, config.frechet_stride, config.i3d, NETWORK, video, config.batch, device)
+    named |= {WORLD_FRECHET: world_features} if tiny else {}
     return Distances(named, lambda samples: real(samples).to(device)) if named else None
 
 
 def video_features(
-    features: Features | None,
-    stride: int,
-    i3d: str,
-    key: str,
-    size: VideoConfig,
-    batch: int,
-    device: torch.device,
-    *,
-    tiny: bool,
+    features: Features | None, stride: int, i3d: str, key: str, size: VideoConfig, batch: int, device: torch.device
 ) -> dict[str, VideoFeatures]:
     """Return what Frechet distances compare: image features of every `stride`-th frame, and those of an I3D file.
 
-    `batch` frames or videos are seen at a time. `key` is the setting that names the file, for messages. With `tiny`,
-    the tiny world's own features are compared too.
+    `batch` frames or videos are seen at a time. `key` is the setting that names the file, for messages.
     """
-    named: dict[str, VideoFeatures] = {WORLD_FRECHET: world_features} if tiny else {}
+    named: dict[str, VideoFeatures] = {}
     if features is not None:
         named[FRECHET] = partial(frame_features, features=features, stride=stride, batch=batch)
     if i3d:
