@@ -1,4 +1,4 @@
-"""How far samples are from the clips of the tiny world, measured in each attribute that its generator draws."""
+"""The distances of samples from the clips of the tiny world, measured in each attribute that its generator draws."""
 
 import math
 from collections.abc import Mapping, Sequence
