@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import tiny_world_features
 import tiny_world_hpsv3
 import tiny_world_vae
 import torch
@@ -214,6 +215,10 @@ def main(out: Path = TINY, work: Path = Path("runs/tiny-world"), seed: int = 0) 
     stage(wan / "model_index.json", lambda: write_index(wan))
     stage(out / "hpsv3", lambda: tiny_world_hpsv3.main(out / "hpsv3", seed=seed))
     stage(wan / "transformer", transformer)
+    stage(
+        out / "features.safetensors",
+        lambda: tiny_world_features.main(out / "features.safetensors", str(wan), seed=seed),
+    )
     (out / BASE_REPORT).write_text(json.dumps(measure_base(wan, seed + 10_000), indent=1) + "\n")
 
 

@@ -312,7 +312,9 @@ def test_metrics_have_their_names(watched_run):
     accuracies = {"accuracy", "accuracy/color", "accuracy/shape", "accuracy/direction"}
     pixels = {f"pixels/{name}" for name in ("saturation", "dark_share", "edge_density", "motion_energy")}
     watched = {"reward", "reward/hpsv3", "accuracy"} | pixels
-    names = accuracies | watched | {f"{name}_std" for name in watched} | {"frechet", "reward_hacking"}
+    watched |= {f"drawn/{name}" for name in ("size", "x", "y", "travel")} | {"world/color", "world/shape"}
+    world = {f"world/{name}" for name in ("size", "place", "travel", "frechet")}  # no subject has two of four samples
+    names = accuracies | watched | {f"{name}_std" for name in watched} | world | {"frechet", "reward_hacking"}
     assert validation.keys() == last.keys() == {"step"} | {f"validation/{name}" for name in names}
     assert {"train/reward", "train/log_ratio", "train/student/grad_norm", "train/student/learning_rate"} <= first.keys()
     assert first.keys() == second.keys()

@@ -112,6 +112,28 @@ def test_diversity_that_falls_in_training():
     assert "train/pixels/diversity fell 0.4 -> 0.175" in one.watch(FIRST | UP)
 
 
+WORLD = {"world/size": 0.5, "world/shape": 0.6, "world/shape_std": 0.3, "world/diversity": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"world/size": 0.81}, "world/size rose 0.5 -> 0.81"),
+        ({"world/shape": 0.91}, "world/shape rose 0.6 -> 0.91 (+1.0 std)"),
+        ({"world/diversity": 0.49}, "world/diversity fell 1 -> 0.49"),
+        ({"accuracy": 0.25}, "accuracy fell 0.5 -> 0.25 (-0.5 std)"),
+        ({"world/size": 0.79, "world/diversity": 0.51}, None),
+        ({"world/size": 0.0, "world/diversity": 3.0}, None),  # nearer to the law, and more diverse
+        ({"pixels/saturation": 0.3, "pixels/diversity": 0.1}, None),  # statistics are for videos without a law
+    ],
+)
+def test_in_the_tiny_world_the_signs_are_distances_from_its_law(changes, message):
+    one = HackingMonitor(CONFIG, ("accuracy",))
+    assert one.watch(FIRST | WORLD) is None
+    expected = None if message is None else f"reward rose 2 -> 3 (+1.0 std) while {message}"
+    assert one.watch(FIRST | WORLD | UP | changes) == expected
+
+
 def test_off_reports_nothing_and_still_keeps_its_reference():
     one = watching(HackingMonitorConfig(action="off"))
     assert one.watch(FIRST | UP | {"accuracy": 0.0}) is None

@@ -6,6 +6,8 @@ import pytest
 import torch
 from evaluations import BOOTSTRAP, PLAN, measured
 
+from unified_trainer.data.tiny_world import HELD_OUT
+from unified_trainer.data.tiny_world_measures import world_distances
 from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.rewards.pixels import diversity
 from unified_trainer.tools.evaluate.measures import sign_of, summarise
@@ -115,9 +117,32 @@ def test_a_scorer_that_repeats_the_reward_or_a_pixel_statistic_has_no_row(tmp_pa
     )
 
 
+def test_attributes_of_the_tiny_world_are_compared_with_its_law_for_each_seed(tmp_path):
+    plan = replace(PLAN, prompts=tuple(subject.caption() for subject in HELD_OUT[: len(PLAN.prompts)]))
+    one = measured(tmp_path, plan)
+    names = [f"drawn/{name}" for name in ("size", "x", "y", "travel")]
+    rows = [row | {name: 12.0 + row["seed"] + row["sample"] + i for i, name in enumerate(names)} for row in one.rows]
+    measures = summarise([replace(one, rows=rows)], plan, BOOTSTRAP, NONE).measures
+    captions = [plan.prompts[row["prompt"]] for row in rows[: plan.size]]
+    for number, seed in enumerate(plan.seeds):
+        own = {name: torch.tensor([row[name] for row in rows if row["seed"] == seed]) for name in names}
+        for name, value in world_distances(own, captions).items():
+            assert measures[name][0].by_seed[number] == value
+    assert measures["world/size"][0].interval is None and measures["drawn/size"][0].interval is not None
+    assert "world/size" not in summarise([one], plan, BOOTSTRAP, NONE).measures
+
+
 @pytest.mark.parametrize(
     ("name", "sign"),
-    [("reward", 1), ("reward/clip", 1), ("accuracy/color", 1), ("frechet", -1), ("pixels/saturation", 0)],
+    [
+        ("reward", 1),
+        ("reward/clip", 1),
+        ("accuracy/color", 1),
+        ("frechet", -1),
+        ("pixels/saturation", 0),
+        ("world/size", -1),
+        ("world/diversity", 0),
+    ],
 )
 def test_signs(name, sign):
     assert sign_of(name) == sign

@@ -1,4 +1,8 @@
-"""Detection of reward hacking: the reward rises while held-out metrics fall or pixel statistics change."""
+"""Detection of reward hacking: the reward rises while held-out metrics fall or the samples change.
+
+How samples change is known exactly in the tiny world, by their distances from its law, and elsewhere by statistics of
+their pixels.
+"""
 
 import math
 from collections.abc import Mapping
@@ -10,6 +14,8 @@ from unified_trainer.run.guards.base import Alarm, GuardConfig
 
 DIVERSITY = "pixels/diversity"
 IN_TRAINING = f"train/{DIVERSITY}"
+DISTANCES = ("world/color", "world/place", "world/shape", "world/size", "world/travel")  # of the tiny world
+WORLD_DIVERSITY = "world/diversity"
 
 
 @dataclass(frozen=True)
@@ -19,7 +25,9 @@ class HackingMonitorConfig(GuardConfig):
     fall: Positive = 0.3
     """Fall of the accuracy or a held-out scorer that counts as hacking, in std of samples."""
     drift: Positive = 1.5
-    """Change of a pixel statistic, up or down, that counts as hacking, in std of samples."""
+    """Change of a pixel statistic, up or down, that counts as hacking, in std of samples; not in the tiny world."""
+    departure: Positive = 0.3
+    """Rise of a distance from the law of the tiny world that counts as hacking, in its unit: std of real clips."""
     collapse: Decay = 0.5
     """Fraction of the first diversity within groups; diversity below it counts as hacking."""
 
@@ -88,26 +96,29 @@ class HackingMonitor:
 
         A change is Cohen's d: the difference of the means, now and in the first validation, over the pooled standard
         deviation of samples. If the reward rose by `rise` or more, these count: a held-out metric fell by `fall`; a
-        pixel statistic changed by `drift`; the diversity within groups, in validation or in the training steps since
-        the last one, is below `collapse` times its first value.
+        pixel statistic changed by `drift`, or in the tiny world, in place of these, a distance from its law rose by
+        `departure`; the diversity within groups, in validation or in the training steps since the last one, is below
+        `collapse` times its first value.
         """
         seen = dict(metrics)
         if self._diversity:
             seen[IN_TRAINING] = sum(self._diversity) / len(self._diversity)
         self._diversity = []
-        for name in ("reward", *self._held_out, *(name for name in seen if name.startswith("pixels/"))):
+        for name in ("reward", *self._held_out, *(name for name in seen if name.startswith(("pixels/", "world/")))):
             for key in (name, f"{name}_std"):
                 if key in seen:
                     self.reference.setdefault(key, seen[key])
         if not self.on or not self._moved("reward", seen) >= self.config.rise:
             return None
-        pixels = [name for name in sorted(seen) if name.startswith("pixels/") and f"{name}_std" in seen]
+        world = [name for name in DISTANCES if name in seen]
+        pixels = [name for name in sorted(seen) if name.startswith("pixels/") and f"{name}_std" in seen and not world]
         signs = {
             "fell": [name for name in self._held_out if name in seen and self._moved(name, seen) <= -self.config.fall],
             "changed": [name for name in pixels if abs(self._moved(name, seen)) >= self.config.drift],
+            "rose": [name for name in world if seen[name] - self.reference[name] >= self.config.departure],
         }
         changes = [self._change(name, seen, verb) for verb, names in signs.items() for name in names]
-        for name in (DIVERSITY, IN_TRAINING):
+        for name in (WORLD_DIVERSITY if world else DIVERSITY, IN_TRAINING):
             if name in seen and seen[name] < self.config.collapse * self.reference[name]:
                 changes.append(self._change(name, seen, "fell"))
         return f"{self._change('reward', seen, 'rose')} while {', '.join(changes)}" if changes else None

@@ -19,6 +19,7 @@ from unified_trainer.basics.types import Video
 from unified_trainer.data.captioned import find_videos
 from unified_trainer.data.clips import VideoConfig
 from unified_trainer.data.tiny_world import is_tiny_world, real_clip, render
+from unified_trainer.data.tiny_world_features import world_features
 from unified_trainer.data.video_reader import read_video, to_video
 from unified_trainer.models.base import Codec
 from unified_trainer.numerics.frechet import frame_features, frechet_distance
@@ -26,7 +27,7 @@ from unified_trainer.rewards.base import Features
 from unified_trainer.run.settings.config import ValidationConfig
 
 FEATURES, REAL = "features/", "real features/"  # before the name of a distance, in the columns of a validation
-FRECHET, FVD = "frechet", "fvd"
+FRECHET, FVD, WORLD_FRECHET = "frechet", "fvd", "world/frechet"
 CLIPS, NETWORK = "--validation.real-clips", "--validation.i3d"
 
 VideoFeatures = Callable[[Video], Float[Tensor, "b k d"]]  # k rows of each video
@@ -121,10 +122,12 @@ def distances_of(
         clips = [real_clip(requests[i % len(requests)].text, config.seed, i) for i in samples]
         return codec.decode(codec.encode(render(clips).to(device)))
 
-    if not config.real_clips and not _tiny(video, requests):
+    tiny = _tiny(video, requests)
+    if not config.real_clips and not tiny:
         return None
     real = partial(read_real, config.real_clips, CLIPS, video) if config.real_clips else drawn
     named = video_features(features, config.frechet_stride, config.i3d, NETWORK, video, config.batch, device)
+    named |= {WORLD_FRECHET: world_features} if tiny else {}
     return Distances(named, lambda samples: real(samples).to(device)) if named else None
 
 

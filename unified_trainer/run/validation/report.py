@@ -13,6 +13,7 @@ from torch import Tensor
 
 from unified_trainer.basics.own_files import without_link
 from unified_trainer.basics.requests import Request
+from unified_trainer.data.tiny_world_measures import DRAWN, WORLD, world_distances
 from unified_trainer.data.video_files import Row, contact_sheet, file_name, write_clip
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import fitting
@@ -207,10 +208,11 @@ class Report:
         hits = {name.removeprefix(ACCURACY): rows for name, rows in exact.items() if name.startswith(ACCURACY)}
         metrics = self._reward.count_unscored(exact[SCORES]) if scores else {}
         metrics |= mean_and_std({name: values[~values.isnan()] for name, values in scores.items()})
-        metrics |= mean_and_std({name: rows for name, rows in exact.items() if name.startswith(PIXELS)})
+        metrics |= mean_and_std({name: rows for name, rows in exact.items() if name.startswith((PIXELS, DRAWN, WORLD))})
         if (spread := diversity(exact[THUMBNAILS], self._requests)) is not None:
             metrics["pixels/diversity"] = spread
-        metrics |= _accuracies(hits) if hits else {}
+        if hits:
+            metrics |= _accuracies(hits) | world_distances(exact, [request.text for request in self._requests])
         metrics |= distances(exact)
         names = {i: file_name(i, len(clip)) for clip in [*clips.values()][:1] for i in self._shown(columns)}
         videos = {i: folder / name for i, name in names.items() if i < self.videos or (folder / name).is_file()}

@@ -11,6 +11,7 @@ from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Latents, Video, check_finite
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, check_attributes, is_tiny_world
+from unified_trainer.data.tiny_world_measures import attributes
 from unified_trainer.data.video_files import to_uint8
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.meter import phase
@@ -98,8 +99,11 @@ class SampleMaker:
         if names := (*self._reward.weights, *self._reward.held_out):
             columns[SCORES] = self._reward.parts_of(x0, video, prompts, names)
         if is_tiny_world(video.shape[2:], [request.text for request in self.requests]):
-            hits = check_attributes(video.cpu(), [SUBJECT_OF_CAPTION[prompt] for prompt in prompts])
-            columns |= {f"{ACCURACY}{name}": right.float().to(self._device) for name, right in hits.items()}
+            subjects = [SUBJECT_OF_CAPTION[prompt] for prompt in prompts]
+            hits = {
+                f"{ACCURACY}{name}": right.float() for name, right in check_attributes(video.cpu(), subjects).items()
+            }
+            columns |= {name: rows.to(self._device) for name, rows in (hits | attributes(video, subjects)).items()}
         if self._distances is not None:
             columns |= self._distances.columns(video, samples)
         kept = sorted(shown(self._reward, columns, samples, videos).intersection(samples))

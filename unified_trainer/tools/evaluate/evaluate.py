@@ -15,6 +15,7 @@ from unified_trainer.basics.ranges import Count, Fraction, NonNegative, Seed, at
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.terminal import say
 from unified_trainer.data.tiny_world import is_tiny_world
+from unified_trainer.data.tiny_world_features import world_features
 from unified_trainer.models.base import Codec
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.device import Device, fitting
@@ -25,7 +26,7 @@ from unified_trainer.rewards.scorers import check_of_videos, check_prompts, chec
 from unified_trainer.run.settings.command_line import read_reward
 from unified_trainer.run.settings.flags import split
 from unified_trainer.run.settings.settings import RunFlags
-from unified_trainer.run.validation.distances import check_real, video_features
+from unified_trainer.run.validation.distances import WORLD_FRECHET, check_real, video_features
 from unified_trainer.tools.evaluate import files, pages, vote_count
 from unified_trainer.tools.evaluate.checkpoints import Checkpoint, read_checkpoints
 from unified_trainer.tools.evaluate.measures import BootstrapConfig, print_summary, summarise
@@ -201,6 +202,8 @@ def _measured(
     scorers, of_images = load_scorers(rewards, mesh.device) if missing else ({}, None)
     i3d, video = plan.i3d if missing else "", chosen[0].run.video
     features = video_features(of_images, plan.frechet_stride, i3d, "--i3d", video, plan.batch, mesh.device)
+    if is_tiny_world((video.frames, video.height, video.width), plan.prompts):
+        features[WORLD_FRECHET] = world_features
     last: dict[tuple[Path, EncoderConfig], Codec] = {}
 
     def measured(checkpoint: Checkpoint, place: Path) -> Measured:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unified_trainer.basics.ranges import Count, Decay, Seed
 from unified_trainer.basics.terminal import printable, show
+from unified_trainer.data.tiny_world_measures import DRAWN, world_distances
 from unified_trainer.numerics.bootstrap import Statistic, bootstrap_interval
 from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.run.validation.distances import FRECHET, FVD
@@ -20,7 +21,16 @@ from unified_trainer.tools.evaluate.samples import Measured
 Interval = tuple[float, float] | None  # None where there is none: of one prompt, or of the Frechet distance
 DIVERSITY, SPEED, CALLS = "pixels/diversity", "samples_per_second", "network_calls"
 SHARE = "accuracy"  # first word of the measures that are shares of samples
-BETTER = {"reward": 1, SHARE: 1, FRECHET: -1, FVD: -1, SPEED: 1, CALLS: -1}  # sign of an improvement, by first word
+BETTER = {
+    "reward": 1,
+    SHARE: 1,
+    FRECHET: -1,
+    FVD: -1,
+    SPEED: 1,
+    CALLS: -1,
+    "world": -1,
+}  # sign of an improvement, by first word
+NO_BETTER = ("world/diversity",)  # more is not better: real clips have 1
 WIDTH = 200  # columns where the output is no terminal
 STYLES = {1: "green", 0: "bold", -1: "red"}
 
@@ -87,7 +97,7 @@ def summarise(
         values = [table[name] for table in tables]
         measures[name] = [_measure(name, one, config) for one in values]
         differences += _differences(name, measures[name], values, config)
-    for name, by_seed in (_frechet(rows, plan, others) | _speed(rows)).items():
+    for name, by_seed in (_frechet(rows, plan, others) | _world(rows, plan) | _speed(rows)).items():
         measures[name] = [Measure(sum(own) / len(own), None, own, _std(own)) for own in by_seed]
         differences += _differences(name, measures[name], None, config)
     return Summary(measures, differences)
@@ -95,7 +105,7 @@ def summarise(
 
 def sign_of(measure: str) -> int:
     """Return 1 if more is better, -1 if less is, 0 if neither."""
-    return BETTER.get(measure.partition("/")[0], 0)
+    return 0 if measure in NO_BETTER else BETTER.get(measure.partition("/")[0], 0)
 
 
 def beside_zero(interval: Interval) -> bool:
@@ -177,6 +187,20 @@ def _frechet(
         if all(name in columns for columns in (*features, *others))
         and plan.size * features[0][name].shape[1] > 1  # one row has no covariance
     }
+
+
+def _world(rows: Sequence[Measured], plan: Plan) -> dict[str, list[list[float]]]:
+    """Return the distances of every checkpoint's samples from the law of the tiny world, by seed; none elsewhere."""
+    drawn = [name for name in rows[0].rows[0] if name.startswith(DRAWN)]
+    if not drawn:
+        return {}
+    columns = [{name: torch.tensor([row[name] for row in one.rows]).split(plan.size) for name in drawn} for one in rows]
+    captions = plan.prompts_of([*range(plan.size)])
+    by_seed = [
+        [world_distances({name: parts[i] for name, parts in own.items()}, captions) for i in range(len(plan.seeds))]
+        for own in columns
+    ]
+    return {name: [[seed[name] for seed in own] for own in by_seed] for name in by_seed[0][0]}
 
 
 def _speed(rows: Sequence[Measured]) -> dict[str, list[list[float]]]:

@@ -23,6 +23,7 @@ from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.requests import Request, identity_of
 from unified_trainer.basics.types import Video
 from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, check_attributes, is_tiny_world, real_clip, render
+from unified_trainer.data.tiny_world_measures import attributes
 from unified_trainer.data.video_files import file_name, to_uint8, write_clip
 from unified_trainer.models.base import Codec
 from unified_trainer.models.tensor_file import write_tensors
@@ -38,7 +39,7 @@ from unified_trainer.tools.load_run import LoadedRole
 from unified_trainer.tools.output_folder import write_text
 from unified_trainer.tools.sample.sample import draw_latents
 
-VERSION = 2
+VERSION = 3
 FILE, TENSORS = "measured.json", "features.safetensors"
 
 
@@ -47,7 +48,9 @@ class Measured:
     """The samples of one checkpoint with their scores, seed by seed and prompt by prompt."""
 
     folder: Path
-    rows: list[dict[str, Any]]  # of every sample: seed, prompt, sample, noise, reward, scores, pixels, accuracy, video
+    rows: list[
+        dict[str, Any]
+    ]  # of every sample: seed, prompt, sample, noise, reward, scores, pixels, accuracy, drawn, world, video
     seconds: list[float]  # generation of one sample, for each batch
     calls: int  # network calls of a sample
     tensors: dict[str, Tensor] = field(repr=False)  # thumbnails; features of samples and of real clips, by distance
@@ -159,7 +162,7 @@ def _key(checkpoint: Checkpoint, plan: Plan, reward: RewardConfig, device: str) 
 
 
 def _scores(video: Video, prompts: list[str], plan: Plan, reward: VideoReward) -> list[dict[str, Any]]:
-    """Return reward, scores, pixel statistics and, in the tiny world, accuracies of each video."""
+    """Return reward, scores, pixel statistics and, in the tiny world, accuracies and attributes of each video."""
     names = (*reward.weights, *reward.held_out)
     columns: dict[str, list[float]] = {}
     if names:
@@ -168,9 +171,10 @@ def _scores(video: Video, prompts: list[str], plan: Plan, reward: VideoReward) -
         columns |= {f"reward/{name}": column.tolist() for name, column in zip(names, parts.unbind(1), strict=True)}
     columns |= {f"pixels/{name}": values.double().tolist() for name, values in statistics(video).items()}
     if is_tiny_world(video.shape[2:], plan.prompts):
-        hits = check_attributes(video.cpu(), [SUBJECT_OF_CAPTION[prompt] for prompt in prompts])
+        subjects = [SUBJECT_OF_CAPTION[prompt] for prompt in prompts]
+        hits = check_attributes(video.cpu(), subjects)
         named = {"accuracy" if name == "all" else f"accuracy/{name}": right for name, right in hits.items()}
-        columns |= {name: right.double().tolist() for name, right in named.items()}
+        columns |= {name: rows.double().tolist() for name, rows in (named | attributes(video, subjects)).items()}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
