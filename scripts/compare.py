@@ -62,6 +62,11 @@ class Tuning:
     highest: str = ""
     lowest: str = ""
 
+    @property
+    def measure(self) -> str:
+        """The measure, which `highest` or `lowest` names."""
+        return self.highest or self.lowest
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -99,6 +104,8 @@ class Comparison:
                 raise ValueError(f"{file}: arms.{name} needs one of flags, model and run_of")
             if arm.flags and not (arm.steps or arm.compute or self.compute):
                 raise ValueError(f"{file}: arms.{name} needs steps, or the comparison compute")
+            if any(not self.arms[other].flags for other in (arm.start, arm.run_of) if other):
+                raise ValueError(f"{file}: arms.{name} begins with, or samples, an arm that is not trained")
             if arm.tune and self.tuning is None:
                 raise ValueError(f"{file}: arms.{name}.tune needs the seeds of [tuning]")
         for claim in self.claims:
@@ -106,8 +113,11 @@ class Comparison:
                 raise ValueError(f"{file}: a claim names {claim.higher} and {claim.lower}: both must be shown")
             if claim.measure not in self.measures:
                 raise ValueError(f"{file}: a claim names {claim.measure}; have {', '.join(self.measures)}")
-        if self.tuning is not None and (both := {*self.seeds} & {*self.tuning.seeds}):
-            raise ValueError(f"{file}: the seeds {sorted(both)} tune and report")
+        if self.tuning is not None:
+            if both := {*self.seeds} & {*self.tuning.seeds}:
+                raise ValueError(f"{file}: the seeds {sorted(both)} tune and report")
+            if bool(self.tuning.highest) == bool(self.tuning.lowest) or self.tuning.measure not in self.measures:
+                raise ValueError(f"{file}: [tuning] needs highest or lowest, one of {', '.join(self.measures)}")
 
     def _named(self) -> Iterator[str]:
         """Yield every name of an arm that the file uses; "" for none."""
@@ -194,14 +204,14 @@ class Bench:
         if not arm.tune or tuning is None:
             return ""
         if name not in self.tuned:
-            measure = tuning.highest or tuning.lowest
             ways = itertools.product(*arm.tune.values())
             tried = [" ".join(f"{flag} {value}" for flag, value in zip(arm.tune, way, strict=True)) for way in ways]
-            totals = [
-                sum(float(self.values(name, seed, way)[measure].mean()) for seed in tuning.seeds) for way in tried
-            ]
+            totals = [self._total(name, way, tuning) for way in tried]
             self.tuned[name] = tried[totals.index(max(totals) if tuning.highest else min(totals))]
         return self.tuned[name]
+
+    def _total(self, name: str, tried: str, tuning: Tuning) -> float:
+        return sum(float(self.values(name, seed, tried)[tuning.measure].mean()) for seed in tuning.seeds)
 
     def values(self, name: str, seed: int, tried: str | None = None) -> Values:
         """Return the measures of an arm's samples for one seed; Missing if they are not there and nothing may run."""

@@ -253,6 +253,9 @@ def test_without_runs_the_page_says_so(machine):
         ("compute = 1.0e12", "", r"arms\.a needs steps"),
         ('run_of = "a"', 'run_of = "a", model = "tiny"', r"arms\.b needs one of"),
         ('lower = "b"', 'lower = "base"', "both must be shown"),
+        ('flags = "--method base", steps = 4', 'model = "tiny"', r"arms\.a begins with"),
+        ('lowest = "frechet"', 'lowest = "frechet"\nhighest = "reward"', "needs highest or lowest"),
+        ('lowest = "frechet"', 'lowest = "distance"', "one of reward, frechet, train/loss"),
         ('[tuning]\nseeds = [7]\nlowest = "frechet"\n', "", r"arms\.a\.tune needs"),
     ],
 )
