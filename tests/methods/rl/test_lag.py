@@ -20,12 +20,9 @@ from policy_case import (
 )
 
 from unified_trainer.numerics.objectives import Clip, diagnostics
-from unified_trainer.run.plan.plan import check
-from unified_trainer.run.settings.command_line import parse
 
 sys.path.insert(0, str(REPO / "scripts"))
-import compare_lag
-from compare_lag import LaggedRollouts
+from lagged import LaggedRollouts
 
 pytestmark = pytest.mark.slow  # seconds together
 
@@ -256,32 +253,3 @@ def test_a_source_that_was_asked_to_lag_less_does():
 def test_a_wrong_setting_names_its_key(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes).check(setup_of(ODE))
-
-
-# scripts/compare_lag.py.
-
-
-@pytest.mark.parametrize("name", compare_lag.ROWS)
-def test_the_flags_of_every_row_are_a_run(name):
-    run = parse(["--method", "dance_grpo", *compare_lag.ROWS[name].split()])
-    check(run, dance_grpo(CONFIG).mesh)
-    if name in compare_lag.OBJECTIVES:
-        assert (run.algorithm.objective.kind, run.algorithm.correction) != ("clip", "none")
-        return
-    assert name == run.algorithm.correction + (", joint" if run.algorithm.weight_density == "joint" else "")
-
-
-def test_the_table_is_of_what_was_measured_and_a_finished_run_is_not_repeated(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(compare_lag, "build", None)
-    for seed, reward in ((0, 3.0), (1, 4.0)):
-        folder = tmp_path / f"decoupled-3-{seed}"
-        folder.mkdir()
-        ends = [{"step": s, "validation/reward": r, "validation/accuracy": 0.5} for s, r in ((0, 2.0), (2, reward))]
-        train = [{"step": 1, "approx_kl": 0.1}, {"step": 2, "approx_kl": 0.3, "importance_weight": 0.5}]
-        (folder / "metrics.jsonl").write_text(
-            "".join(compare_lag.json.dumps(x) + "\n" for x in (ends[0], *train, ends[1]))
-        )
-    compare_lag.main(output=tmp_path, steps=2, seeds=(0, 1), ahead=(3,), corrections=("decoupled",))
-    *_, last = capsys.readouterr().out.splitlines()
-    validated = "2.000 ± 0.000 | 3.500 ± 0.707 | 0.500 ± 0.000 | 0.500 ± 0.000"
-    assert last == f"| 3 | decoupled | {validated} | 0.2 |  |  | 0.5 |"

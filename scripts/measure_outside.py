@@ -1,6 +1,6 @@
-"""This script compares steps outside of a policy's window with 200 Euler steps, on the model of the tiny world.
+"""This script measures steps outside of a policy's window against 200 Euler steps, on the model of the tiny world.
 
-    python scripts/compare_outside.py
+    python scripts/measure_outside.py
 
 Guidance 3, shift 3, 20 steps, kernel dance in a window of 4 transitions from 0, 4, 8 and 12 on. It prints a markdown
 table: distance of the samples to those of 200 Euler steps with equal noise, relative to the size of these.

@@ -1,6 +1,6 @@
-"""This script compares rounded students with the unrounded one, in the tiny world: plain rounding, and aware training.
+"""This script measures rounded students against the unrounded one in the tiny world: plain rounding, aware training.
 
-    python scripts/compare_quantize.py --seeds 0 1 2
+    python scripts/measure_quantize.py --seeds 0 1 2
 
 A student begins with the tiny model's weights and learns the tiny model's velocities on noised clips, while it rounds
 in each pass. The table has the relative error of its velocity, on clips and noise that it did not see, before the first
