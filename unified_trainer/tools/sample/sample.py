@@ -251,16 +251,16 @@ def draw_latents(student: SampledRole, codec: Codec, requests: Sequence[Request]
     Its noise is what diffusers draws with `torch.Generator().manual_seed(seeds[i])`. Raise NotFiniteError, which names
     the student, for samples that are not finite.
     """
-    batch_of, draw = _start(student, codec, seeds)
+    batch_of, draw = begin_samples(student, codec, seeds)
     x0 = generate(student.role, draw(0), batch_of(requests), student.run.sampler, draw)
     check_finite(x0, student.name)
     return x0
 
 
-def _start(
+def begin_samples(
     student: SampledRole, codec: Codec, seeds: Sequence[int]
 ) -> tuple[Callable[[Sequence[Request]], Batch], Draw]:
-    """Return a function from requests to a batch, and the noise of samples with these seeds."""
+    """Return a function from requests to a batch, and the noise of samples with these seeds, which each call draws."""
     video, ids = student.run.video, list(range(len(seeds)))
     shape = codec.latent_shape(video.frames, video.height, video.width)
     negative = student.run.sampler.negative_prompt
@@ -280,7 +280,7 @@ def _stream(
     loaded: LoadedRole, codec: Codec, requests: Sequence[Request], seeds: Sequence[int], *, recache: bool
 ) -> Iterator[Latents]:
     """Generate chunk by chunk; each prompt of "a | b" has an equal number of chunks, up to rounding."""
-    batch_of, draw = _start(loaded, codec, seeds)
+    batch_of, draw = begin_samples(loaded, codec, seeds)
     noise, sampler = draw(0), loaded.run.sampler
     both = [(request, request.text.split(" | ")) for request in requests]
     count = len(sampler.chunks.ranges(noise.shape[2]))
