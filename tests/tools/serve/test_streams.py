@@ -14,15 +14,13 @@ import pytest
 from answering import posting
 from helpers import ALONE, RecordingStudent, flags, small_causal, tiny_codec
 from PIL import Image
+from stream_client import Closed, Refused, Websocket
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from websocket import Closed, Refused, Websocket
 
 import unified_trainer as ut
-from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.data.video_files import to_uint8
-from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.rewards.video_json import from_json
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import TrainableConfig
@@ -62,9 +60,9 @@ def with_chunks(student: ut.Student, **changes) -> ut.Student:
 @contextlib.contextmanager
 def served(student: ut.Student, most: int = 2, token_variable: str = "", **images) -> Iterator[str]:
     service = student_service("small@0", student, student.codec, 8, 0.0, "5afe", streams=most, **images)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        with serving(service, listener, Door(*listener.getsockname(), token_variable)) as url:
-            yield url
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        yield stack.enter_context(serving(service, listener, Door(*listener.getsockname(), token_variable)))
 
 
 def chunk_of(client: Websocket) -> tuple[dict, np.ndarray]:
@@ -106,7 +104,7 @@ def test_a_stream_is_the_video_of_the_request(student):
     assert [head["chunk"] for head in heads] == [0, 1, 2] and [head["frames"] for head in heads] == [1, 4, 4]
     assert {head["prompt"] for head in heads} == {ONE} and {head["first"] for head in heads} == {end["first"]}
     assert end["end"] and end["frames"] == 9 and closed.value.code == 1000
-    assert end["seconds"] == pytest.approx(sum(head["seconds"] for head in heads)) and 0 < end["first"]
+    assert end["seconds"] == pytest.approx(sum(head["seconds"] for head in heads)) and end["first"] > 0
 
 
 def test_pictures_hold_the_frames_below_one_another(student):
