@@ -161,6 +161,12 @@ class KVCache:
         for cache in self._caches.values():
             cache.start_prompt()
 
+    def add_frames(self, name: str, values: Float[Tensor, "b frames k"]) -> None:
+        """Append what the condition's tensor of this name has for further pixel frames, in both branches."""
+        known = self._cond[name]
+        values = torch.cat([known, self._both(values.to(known))], 1)
+        self._cond = self._cond.updated(Condition({name: values}))
+
     def velocity(self, x_t: Latents, sigma: Float[Tensor, ""]) -> Latents:
         """Return the guided velocity of the next chunk at one noise level; its gradient does not reach the cache."""
         level: PerSample = sigma.expand(len(x_t))

@@ -130,7 +130,7 @@ def check_sparse(run: RunConfig, method: type[Method], roles: Mapping[str, RoleP
             )
         model = cast(
             SparseVideoModel,
-            open_model(name, role.path, next(iter(role.layout.components.values())), causal=False, sparse=sparse),
+            open_model(name, role.path, next(iter(role.layout.components.values())), causal=False, config=role.config),
         )
         lacks = model.lacks_kernel(mesh.device.type)
         if not lacks and role.config.precision != "bf16":
