@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from chromium import missing, started, until
-from test_streams import ONE, OTHER, frames_of, served, student, windowed  # noqa: F401 - fixtures
+from test_streams import FORM, MOVES, ONE, OTHER, acting, frames_of, row_of, served, student, windowed  # noqa: F401 - fixtures
+
+from unified_trainer.tools.serve.streams import Chunk
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
 
@@ -60,7 +62,7 @@ def test_the_page_plays_a_video_to_its_end(browser, student):  # noqa: F811
         assert text(browser, "shown") == "9" and text(browser, "name") == "small@0"
         first = text(browser, "first")
         assert first.endswith(" ms") and int(first.removesuffix(" ms")) > 0
-        assert float(text(browser, "speed")) > 0 and 0 < float(text(browser, "rate")) <= 8.5
+        assert float(text(browser, "speed")) > 0 and 0 < float(text(browser, "rate")) <= 8.1
         assert browser.execute_script("return document.getElementById('pad').hidden")
     assert errors(browser) == []
 
@@ -75,6 +77,33 @@ def test_the_prompt_switches_while_it_streams_and_the_user_stops_it(browser, win
         browser.find_element("id", "stop").click()
         until(browser, "stream === null")
         assert text(browser, "said") == "the video is complete" and text(browser, "start") == "Start"
+    assert errors(browser) == []
+
+
+def test_arrow_keys_steer(browser, acting, monkeypatch):  # noqa: F811
+    """The first chunks stop; while a key is pressed they go its way, from the next one that the page asks for."""
+    from selenium.webdriver import ActionChains, Keys
+
+    made, given = Chunk.make, []
+
+    def noted(self):
+        given.append(self.actions.tolist())
+        return made(self)
+
+    monkeypatch.setattr(Chunk, "make", noted)
+    with served(acting, form=FORM, names=MOVES) as url:
+        start(browser, url, ONE)
+        until(browser, "stream.shown > 0")
+        ActionChains(browser).key_down(Keys.ARROW_LEFT).perform()
+        assert browser.execute_script("return document.querySelector('#pad .pressed').value") == "left"
+        until(browser, f"stream.shown > {4 * len(given) + 4}")
+        ActionChains(browser).key_up(Keys.ARROW_LEFT).perform()
+        until(browser, f"stream.shown > {4 * len(given) + 4}")
+        browser.find_element("id", "stop").click()
+        until(browser, "stream === null")
+    moves = [MOVES[rows[0].index(1.0)] for rows in given]
+    assert all(rows == [row_of(MOVES.index(move))] for rows, move in zip(given, moves, strict=True))
+    assert [move for i, move in enumerate(moves) if i == 0 or moves[i - 1] != move] == ["stop", "left", "stop"]
     assert errors(browser) == []
 
 

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from answering import posting
-from helpers import ALONE, RecordingStudent, flags, small_causal, tiny_codec
+from helpers import ALONE, RecordingStudent, flags, small_causal, small_model, tiny_codec
 from PIL import Image
 from stream_client import Closed, Refused, Websocket
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,14 +22,19 @@ from torch.utils.flop_counter import FlopCounterMode
 import unified_trainer as ut
 from unified_trainer.basics.requests import Request
 from unified_trainer.data.video_files import to_uint8
+from unified_trainer.models.base import ActionForm
+from unified_trainer.models.wan.actions import with_actions
+from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.rewards.video_json import from_json
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.run.settings.command_line import parse
+from unified_trainer.sampling.stream import Stream
+from unified_trainer.tools.sample.sample import begin_samples
 from unified_trainer.tools.serve import streams
 from unified_trainer.tools.serve.guard import Door
 from unified_trainer.tools.serve.live_video import LiveVideo
-from unified_trainer.tools.serve.serve import student_service
+from unified_trainer.tools.serve.serve import Live, student_service
 from unified_trainer.tools.serve.web_server import serving
 
 pytestmark = pytest.mark.slow  # seconds together
@@ -37,6 +43,8 @@ ONE, OTHER = "a red circle moving left", "a blue square moving up"
 SMALL = {"recipe": "tiny", "method": "finetune", "video.frames": 9, "video.height": 32, "video.width": 32}
 SMALL |= {"sampler.num-steps": 2, "sampler.solver": "sde", "sampler.guidance-scale": 1.0}
 SMALL |= {"sampler.chunks.chunk-frames": 1, "algorithm.forcing": "teacher"}
+MOVES = ("left", "right", "up", "down", "stop")
+FORM = ActionForm(len(MOVES), 4)
 START = {"protocol": 1, "prompt": ONE, "seed": 5, "frames": 9, "encoding": "uint8"}
 
 
@@ -52,14 +60,28 @@ def windowed(student) -> ut.Student:
     return with_chunks(student, window_frames=2)
 
 
+@pytest.fixture(scope="module")
+def acting(windowed) -> ut.Student:
+    """A student with a window that takes actions, with guidance."""
+    model = with_actions(CausalWanModel)(small_model().network, None, FORM)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model._layer.reset_parameters()
+    role = RecordingStudent("student", Backbone(model, ALONE, trained=True), TrainableConfig())
+    run = replace(windowed.run, sampler=replace(windowed.run.sampler, guidance_scale=2.0))
+    return replace(windowed, role=role, run=run)
+
+
 def with_chunks(student: ut.Student, **changes) -> ut.Student:
     chunks = replace(student.run.sampler.chunks, **changes)
     return replace(student, run=replace(student.run, sampler=replace(student.run.sampler, chunks=chunks)))
 
 
 @contextlib.contextmanager
-def served(student: ut.Student, most: int = 2, token_variable: str = "", **images) -> Iterator[str]:
-    service = student_service("small@0", student, student.codec, 8, 0.0, "5afe", streams=most, **images)
+def served(
+    student: ut.Student, most: int = 2, token_variable: str = "", images: tuple[int, int] = (0, 0), **live
+) -> Iterator[str]:
+    service = student_service("small@0", student, student.codec, 8, 0.0, "5afe", images, Live(most, **live))
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         yield stack.enter_context(serving(service, listener, Door(*listener.getsockname(), token_variable)))
@@ -73,10 +95,15 @@ def chunk_of(client: Websocket) -> tuple[dict, np.ndarray]:
     return head, np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).reshape(head["shape"])
 
 
-def frames_of(student: ut.Student, prompts: list[str], seed: int = 5) -> list[np.ndarray]:
-    """Generate the chunks of a video in this process, each with its prompt."""
-    video = LiveVideo(student, student.codec, seed)
-    return [to_uint8(video.next(Request(prompt)))[0] for prompt in prompts]
+def frames_of(student: ut.Student, prompts: list[str], seed: int = 5, moves: list[int] | None = None):
+    """Generate the chunks of a video in this process, each with its prompt, and with one move for its frames."""
+    video = LiveVideo(student, student.codec, seed, None if moves is None else FORM)
+    rows = [None] * len(prompts) if moves is None else [np.float32([row_of(move)]) for move in moves]
+    return [to_uint8(video.next(Request(prompt), row))[0] for prompt, row in zip(prompts, rows, strict=True)]
+
+
+def row_of(move: int) -> list[float]:
+    return [float(i == move) for i in range(FORM.size)]
 
 
 def last_words(client: Websocket) -> tuple[str, int]:
@@ -156,6 +183,53 @@ def test_chunks_cost_the_same_once_the_window_is_full(student, windowed):
     assert window[0] < window[1] < window[2] < window[3] and len({*window[3:]}) == 1
     assert rises[0] > 0 and len({*rises[1:]}) == 1  # every chunk costs as much more than the one before it
     assert costs["all"][:3] == window[:3]
+
+
+# Actions.
+
+
+def test_actions_are_those_of_a_stream_that_is_given_them(acting):
+    """Bit for bit the video of `sampling.stream.Stream`, whose chunks have a row for each of their pixel frames."""
+    moves, decode = [4, 0, 3], acting.codec.decoder()
+    batch_of, draw = begin_samples(acting, acting.codec, [5])
+    stream = Stream(acting.role, draw(0), batch_of([Request(ONE)]), acting.run.sampler, draw, FORM)
+    rows = [torch.tensor([[row_of(move)] * frames]) for move, frames in zip(moves, (1, 4, 4), strict=True)]
+    whole = to_uint8(torch.cat([decode(stream.next(each)) for each in rows], 2))[0]
+    assert np.array_equal(np.concatenate(frames_of(acting, [ONE] * 3, moves=moves)), whole)
+    other = frames_of(acting, [ONE] * 3, moves=[4, 0, 2])
+    assert np.array_equal(np.concatenate(other[:2]), whole[:5]) and not np.array_equal(other[2], whole[5:])
+
+
+def test_a_client_steers_chunk_by_chunk(acting):
+    """Actions hold until others come, also past a switch of prompts; a chunk takes a row for each of its frames too."""
+    ours = frames_of(acting, [ONE, ONE, OTHER, OTHER], moves=[4, 4, 4, 1])
+    with served(acting, form=FORM, names=MOVES) as url, Websocket(url) as client:
+        client.send(START | {"frames": 0, "chunks": 2, "actions": [row_of(4)]})
+        seen = [chunk_of(client)[1], chunk_of(client)[1]]
+        client.send({"prompt": OTHER, "chunks": 1})
+        seen.append(chunk_of(client)[1])
+        client.send({"actions": [row_of(1)] * 4, "chunks": 1})
+        seen.append(chunk_of(client)[1])
+        with urllib.request.urlopen(f"{url}/health") as answer:
+            about = json.load(answer)["stream"]
+    assert all(np.array_equal(frames, own) for frames, own in zip(seen, ours, strict=True))
+    assert about == {"most_frames": 0, "streams": 2, "action_size": 5, "actions": list(MOVES)}
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        ({}, "actions are missing: this student takes rows of 5 numbers"),
+        ({"actions": [[1, 0]]}, "actions must be rows of 5 numbers, not 2"),
+        ({"actions": [[1, 0, 0, 0, None]]}, "actions of frame 0 are not finite"),
+        ({"actions": [[0] * 5] * 3}, "actions must have a row for each of the chunk's 1 frames, or one, not 3"),
+    ],
+)
+def test_wrong_actions_are_refused(acting, sent, message):
+    with served(acting, form=FORM) as url, Websocket(url) as client:
+        client.send(START | sent)
+        said, code = last_words(client)
+    assert message in said and code == 4400
 
 
 # Several clients.
@@ -251,6 +325,7 @@ def test_a_server_ends_while_it_streams(windowed):
         ({"frames": 6}, "video.frames must be 4k + 1 for this VAE, not 6: set 5 or 9"),
         ({"encoding": "gif"}, "encoding must be png, jpeg or uint8, not 'gif'"),
         ({"chunks": 0}, "chunks must be the number of further chunks that may be sent, at least 1"),
+        ({"actions": [[1.0]]}, "this student takes no actions: leave actions out"),
         ({"image": "aaaa"}, "image 1 is no PNG file in base64"),
         ({"promt": OTHER}, "key of the first message 'promt' is not known; did you mean prompt?"),
     ],

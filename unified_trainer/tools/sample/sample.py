@@ -264,7 +264,7 @@ class SampledRole(Protocol):
 
 def open_stream(loaded: LoadedRole, codec: Codec, requests: Sequence[Request], seeds: Sequence[int]) -> Stream:
     """Begin a stream of each request by a causal student; their actions are given to it chunk by chunk."""
-    batch_of, draw = _start(loaded, codec, seeds)
+    batch_of, draw = begin_samples(loaded, codec, seeds)
     noise, role = draw(0), of_kind(Causal, loaded.role)
     return Stream(role, noise, batch_of(requests), loaded.run.sampler, draw, loaded.actions)
 

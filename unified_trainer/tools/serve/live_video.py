@@ -4,13 +4,16 @@ import functools
 import itertools
 from collections.abc import Iterator
 
+import numpy as np
 import torch
+from jaxtyping import Float
 
+from unified_trainer.basics.actions import ACTIONS
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Latents, Video, check_finite, of_kind
-from unified_trainer.models.base import Codec
-from unified_trainer.roles.causal import Causal
+from unified_trainer.models.base import ActionForm, Codec
+from unified_trainer.roles.causal import Causal, KVCache
 from unified_trainer.sampling.solver import next_chunks
 from unified_trainer.tools.sample.sample import SampledRole, begin_samples
 
@@ -23,18 +26,21 @@ class LiveVideo:
     without a window.
     """
 
-    def __init__(self, student: SampledRole, codec: Codec, seed: int) -> None:
-        self._student, self._codec, self._seed = student, codec, seed
+    def __init__(self, student: SampledRole, codec: Codec, seed: int, form: ActionForm | None = None) -> None:
+        """`form` is that of the actions which a student takes."""
+        self._student, self._codec, self._seed, self._form = student, codec, seed, form
+        self._actions: Float[np.ndarray, "rows k"] | None = None
         self._decode, self._latents = codec.decoder(), self._chunks()
 
     @torch.no_grad()
-    def next(self, request: Request) -> Video:
+    def next(self, request: Request, actions: Float[np.ndarray, "rows k"] | None = None) -> Video:
         """Generate the next chunk, `[1, 3, frames, height, width]` in [0, 1]; another request is a switch of prompts.
 
-        The chunk before is appended to the KV cache only now, so that its frames were not held up. Raise UserError
-        beyond the last position of the network.
+        `actions` have a row for each of its pixel frames, or one for all. The chunk before is appended to the KV cache
+        only now, so that its frames were not held up. Raise UserError for another number of rows, and beyond the last
+        position of the network.
         """
-        self._request = request
+        self._request, self._actions = request, actions
         x0 = next(self._latents)
         check_finite(x0, self._student.name)
         return self._decode(x0)
@@ -46,7 +52,7 @@ class LiveVideo:
         request = self._request
         batch, exits = batch_of([request]), [sampler.num_steps - 1]
         cache = role.open_cache(batch.cond, batch.uncond, sampler.chunks, sampler.guidance_scale, sampler.sigmas()[:-1])
-        ranges = sampler.chunks.ranges(batch.latent_shape[1])
+        ranges, seen = sampler.chunks.ranges(batch.latent_shape[1]), 0  # latent frames
         later = ranges[1:] if sampler.chunks.independent_first_frame else ranges
         for part in itertools.chain([ranges], itertools.repeat(later)):
             noise, drawn = draw(0), functools.cache(draw)
@@ -54,7 +60,17 @@ class LiveVideo:
                 if self._request != request:
                     request = self._request
                     cache.set_condition(batch_of([request]).cond)
+                self._act(cache, seen, seen := seen + own[1] - own[0])
                 yield from next_chunks(cache, noise, sampler, drawn, [own], exits, endless=True)
+
+    def _act(self, cache: KVCache, start: int, stop: int) -> None:
+        """Add the actions of the latent frames from `start` on, before `stop`, for a student that takes some."""
+        if self._form is None or self._actions is None:
+            return
+        frames, rows = self._form.pixel_frames(stop) - self._form.pixel_frames(start), torch.from_numpy(self._actions)
+        if len(rows) not in (1, frames):
+            raise UserError(f"actions must have a row for each of the chunk's {frames} frames, or one, not {len(rows)}")
+        cache.add_frames(ACTIONS, rows.expand(frames, -1)[None].to(self._student.role.device))
 
 
 def check_length(student: SampledRole, codec: Codec, frames: int, most: int) -> None:

@@ -17,7 +17,7 @@ from unified_trainer.basics.requests import Request
 from unified_trainer.basics.suggestions import must_know
 from unified_trainer.basics.types import Video
 from unified_trainer.data.video_files import to_uint8, write_mp4
-from unified_trainer.models.base import Codec
+from unified_trainer.models.base import ActionForm, Codec
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.image_json import prompts_with_images
@@ -46,6 +46,7 @@ def serve(
     batch: Count = 8,
     wait: Annotated[float, at_least(0, 60)] = 0.05,
     streams: CountOrZero = 4,
+    action_names: tuple[str, ...] = (),
     window_frames: FramesOrZero | None = None,
     sink_frames: FramesOrZero | None = None,
     rolling_sink: bool = False,
@@ -58,6 +59,8 @@ def serve(
     Args:
         batch: Most videos that are generated together; requests that wait are joined up to it.
         streams: Most videos of a causal student that are streamed at a time, chunk by chunk; 0 streams none.
+        action_names: Names of the numbers in an action, in order, for a student that takes some: in a browser the arrow
+            keys set those named left, right, up and down to 1, and stop is 1 while no key is pressed.
         window_frames: Finished latent frames that a causal student attends to; by default the run's. Only with a window
             is a stream longer than the run's videos.
         sink_frames: Number of them that are always the first frames of the video; by default the run's.
@@ -73,10 +76,23 @@ def serve(
         codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
         name = f"{folder.resolve().name}@{loaded.metadata['step']}{':ema' if ema else ''}"
         digest = weights_digest(loaded.metadata, "student", ema=ema)
-        return student_service(name, loaded, codec, batch, wait, digest, loaded.family.images(loaded.base), streams)
+        images, form = loaded.family.images(loaded.base), loaded.actions
+        if len(action_names) not in (0, form.size if form else 0):
+            raise UserError(f"--action-names: {run} takes {form.size if form else 0} numbers, not {len(action_names)}")
+        live = Live(streams, form, action_names)
+        return student_service(name, loaded, codec, batch, wait, digest, images, live)
 
     door = Door(host, port, token_variable)
     serve_until_stopped(door, load, lambda address: f"{run} at {address}: POST {address}/sample")
+
+
+@dataclass(frozen=True)
+class Live:
+    """How a causal student is streamed."""
+
+    streams: int = 4  # at once
+    form: ActionForm | None = None  # of the actions that it takes
+    names: tuple[str, ...] = ()  # of the numbers in an action
 
 
 @dataclass(frozen=True)
@@ -95,12 +111,12 @@ def student_service(
     wait: float,
     weights: str,
     images: tuple[int, int] = (0, 0),
-    streams: int = 0,
+    live: Live = Live(0),
 ) -> Service[Any, Any]:
     """Return a service that generates `batch` videos at a time; the first request waits `wait` seconds for others.
 
     `name` and `weights`, a digest of the student's weights, are what it says of itself. `images` are how many condition
-    images a sample takes, at least and at most, and `streams` how many videos of a causal student are streamed at once.
+    images a sample takes, at least and at most, and `live` says how a causal student is streamed.
     """
     video = student.run.video
 
@@ -131,16 +147,17 @@ def student_service(
     about |= {"latents": list(codec.latent_shape(video.frames, video.height, video.width)), "weights": weights}
     about |= {"sampler": plain(student.run)["sampler"], "device": student.role.device.type, "images": list(images)}
     batcher, routes = Batcher[Any, Any](work, batch, wait), list[BaseRoute]()
-    if student.run.sampler.chunks.causal and streams:
+    if student.run.sampler.chunks.causal and live.streams:
         most = video.frames if images[1] or not student.run.sampler.chunks.window_frames else 0
-        about["stream"] = {"most_frames": most, "streams": streams}
+        size = live.form.size if live.form else 0
+        about["stream"] = {"most_frames": most, "streams": live.streams, "action_size": size, "actions": live.names}
 
         def open_video(start: Start) -> LiveVideo:
             check_images(name, images, [start.request], "send image" if images[0] else "leave image out")
             check_length(student, codec, start.frames, most)
-            return LiveVideo(student, codec, start.seed)
+            return LiveVideo(student, codec, start.seed, live.form)
 
-        routes = Streams(open_video, batcher, streams).routes()
+        routes = Streams(open_video, batcher, live.streams, size).routes()
     return Service(about, "/sample", read, write, batcher, MOST_BYTES, routes)
 
 

@@ -18,6 +18,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from unified_trainer.basics.actions import Actions
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.suggestions import must_know
@@ -28,8 +29,8 @@ from unified_trainer.tools.serve.batch_queue import Batcher, BusyError
 from unified_trainer.tools.serve.live_video import LiveVideo
 from unified_trainer.tools.serve.service import refusal_of
 
-FIRST = ("protocol", "prompt", "seed", "frames", "image", "encoding", "chunks")  # keys of the first message
-LATER = ("prompt", "chunks")  # and of those that follow
+FIRST = ("protocol", "prompt", "seed", "frames", "image", "encoding", "chunks", "actions")  # keys of the first message
+LATER = ("prompt", "chunks", "actions")  # and of those that follow
 MOST_TEXT = 2**16  # characters of a message that follows
 IDLE_SECONDS = 30.0  # for which a stream may wait for its client
 ENCODINGS: Mapping[str, Mapping[str, int]] = {"png": {"compress_level": 1}, "jpeg": {"quality": 90}, "uint8": {}}
@@ -46,11 +47,12 @@ class Chunk:
 
     video: LiveVideo
     request: Request
+    actions: np.ndarray | None
 
     def make(self) -> tuple[np.ndarray, float]:
         """Return the frames [frames, height, width, 3] and the seconds that they took."""
         began = time.perf_counter()
-        (frames,) = to_uint8(self.video.next(self.request))
+        (frames,) = to_uint8(self.video.next(self.request, self.actions))
         return frames, time.perf_counter() - began
 
 
@@ -63,9 +65,10 @@ class Start:
     frames: int  # 0: until the client leaves
     encoding: Literal["png", "jpeg", "uint8"]
     chunks: float  # that may be sent before the client asks for more
+    actions: np.ndarray | None  # [rows, k] of the first chunk
 
     @classmethod
-    def read(cls, asked: Mapping[str, Any]) -> "Start":
+    def read(cls, asked: Mapping[str, Any], action_size: int) -> "Start":
         """Read it; raise UserError, naming the key, for what cannot be."""
         for key in asked:
             must_know("key of the first message", key, FIRST)
@@ -79,16 +82,18 @@ class Start:
         if encoding not in ENCODINGS:
             raise UserError(f"encoding must be png, jpeg or uint8, not {encoding!r}")
         files = None if asked.get("image") is None else [asked["image"]]
+        actions = _actions(asked, action_size) if action_size or "actions" in asked else None
         (request,) = Request.of(prompts_with_images([_prompt(asked)], files))
-        return cls(request, seed, frames, encoding, _chunks(asked) if "chunks" in asked else math.inf)
+        return cls(request, seed, frames, encoding, _chunks(asked) if "chunks" in asked else math.inf, actions)
 
 
 class Viewer:
     """A client: what it has asked for so far, and how much of it was sent."""
 
-    def __init__(self, websocket: WebSocket, start: Start, video: LiveVideo, began: float) -> None:
+    def __init__(self, websocket: WebSocket, start: Start, video: LiveVideo, began: float, action_size: int) -> None:
         self._websocket, self._start, self._video, self._began = websocket, start, video, began
-        self._request, self._credit, self._granted = start.request, start.chunks, asyncio.Event()
+        self._request, self._actions, self._action_size = start.request, start.actions, action_size
+        self._credit, self._granted = start.chunks, asyncio.Event()
 
     async def listen(self) -> None:
         """Take messages until the client leaves, which raises WebSocketDisconnect."""
@@ -98,6 +103,8 @@ class Viewer:
                 must_know("key of a message", key, LATER)
             if "prompt" in asked:
                 self._request = replace(self._request, text=_prompt(asked))
+            if "actions" in asked:
+                self._actions = _actions(asked, self._action_size)
             self._credit += _chunks(asked) if "chunks" in asked else 0
             self._granted.set()
 
@@ -106,8 +113,9 @@ class Viewer:
         count, first, total, number = 0, 0.0, 0.0, 0
         while not self._start.frames or count < self._start.frames:
             await self._credited()
-            request = self._request
-            frames, seconds = await generate(Chunk(self._video, request))
+            request, actions = self._request, self._actions
+            self._actions = None if actions is None else actions[-1:]  # held until others come
+            frames, seconds = await generate(Chunk(self._video, request, actions))
             encoding = self._start.encoding
             data = await run_in_threadpool(_encoded, frames, encoding)
             first = first or time.perf_counter() - self._began
@@ -131,8 +139,11 @@ class Streams:
     Each chunk is a job of its own in the queue of the batcher, so that other requests are answered between them.
     """
 
-    def __init__(self, open_video: Callable[[Start], LiveVideo], batcher: "Batcher[Any, Any]", most: int) -> None:
+    def __init__(
+        self, open_video: Callable[[Start], LiveVideo], batcher: "Batcher[Any, Any]", most: int, action_size: int = 0
+    ) -> None:
         self._open_video, self._batcher, self._most, self._open = open_video, batcher, most, 0
+        self._action_size = action_size  # numbers of each frame that the student takes
 
     def routes(self) -> list[BaseRoute]:
         """Return the route of the websocket, and that of a page that shows it in a browser."""
@@ -168,8 +179,8 @@ class Streams:
     async def _stream(self, websocket: WebSocket) -> None:
         asked = await _in_time(_message(websocket))
         began = time.perf_counter()
-        start = await run_in_threadpool(Start.read, asked)  # a large image must not hold up others
-        viewer = Viewer(websocket, start, self._open_video(start), began)
+        start = await run_in_threadpool(Start.read, asked, self._action_size)  # a large image must not hold up others
+        viewer = Viewer(websocket, start, self._open_video(start), began, self._action_size)
         both = asyncio.ensure_future(viewer.show(self._generate)), asyncio.ensure_future(viewer.listen())
         try:
             done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -212,6 +223,20 @@ def _chunks(asked: Mapping[str, Any]) -> int:
     if type(chunks) is not int or not 1 <= chunks < 2**31:
         raise UserError("chunks must be the number of further chunks that may be sent, at least 1")
     return chunks
+
+
+def _actions(asked: Mapping[str, Any], size: int) -> np.ndarray:
+    """Return the actions [rows, size] of a message."""
+    if not size:
+        raise UserError("this student takes no actions: leave actions out")
+    if "actions" not in asked:
+        raise UserError(
+            f"actions are missing: this student takes rows of {size} numbers; a page has serve --action-names"
+        )
+    actions = Actions.of(asked["actions"], "actions")
+    if actions.size != size:
+        raise UserError(f"actions must be rows of {size} numbers, not {actions.size}")
+    return actions.values
 
 
 async def _in_time(waited: Coroutine[Any, Any, Any]) -> Any:
