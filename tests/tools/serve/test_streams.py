@@ -219,7 +219,7 @@ def test_a_client_steers_chunk_by_chunk(acting):
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
-        ({}, "actions are missing: this student takes rows of 5 numbers"),
+        ({}, "actions are missing: this student takes rows of 5"),
         ({"actions": [[1, 0]]}, "actions must be rows of 5 numbers, not 2"),
         ({"actions": [[1, 0, 0, 0, None]]}, "actions of frame 0 are not finite"),
         ({"actions": [[0] * 5] * 3}, "actions must have a row for each of the chunk's 1 frames, or one, not 3"),
@@ -267,17 +267,13 @@ def test_more_streams_than_there_is_room_for(student):
 
 
 def test_a_client_that_leaves_makes_room(student, monkeypatch):
-    """A chunk that still waits in the queue is not generated for it."""
-    left = threading.Event()
-    show = streams.Viewer.show
+    left, serve = threading.Event(), streams.Streams._serve
 
-    async def watched(self, generate):
-        try:
-            await show(self, generate)
-        finally:
-            left.set()
+    async def watched(self, websocket):
+        await serve(self, websocket)
+        left.set()
 
-    monkeypatch.setattr(streams.Viewer, "show", watched)
+    monkeypatch.setattr(streams.Streams, "_serve", watched)
     with served(student, most=1) as url:
         with Websocket(url) as client:
             client.send(START | {"chunks": 1})
@@ -316,18 +312,18 @@ def test_a_server_ends_while_it_streams(windowed):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"protocol": 2}, "the first message must be an object with protocol 1"),
-        ({"prompt": 3}, "prompt must be a text of at most 65536 characters"),
-        ({"seed": 1.5}, "seed must be an integer of 64 bits"),
-        ({"frames": -1}, "frames must be a number of frames, or 0"),
+        ({"protocol": 2}, "the message: protocol must be 1, not 2"),
+        ({"prompt": 3}, "the message: prompt must be a valid string, not 3"),
+        ({"seed": 1.5}, "the message: seed must be a valid integer, not 1.5"),
+        ({"frames": -1}, "the message: frames must be greater than or equal to 0, not -1"),
         ({"frames": 0}, "frames must be from 1 to 9, not 0: a longer stream, or one without end, needs a student with"),
         ({"frames": 13}, "frames must be from 1 to 9, not 13"),
         ({"frames": 6}, "video.frames must be 4k + 1 for this VAE, not 6: set 5 or 9"),
-        ({"encoding": "gif"}, "encoding must be png, jpeg or uint8, not 'gif'"),
-        ({"chunks": 0}, "chunks must be the number of further chunks that may be sent, at least 1"),
+        ({"encoding": "gif"}, "the message: encoding must be 'png', 'jpeg' or 'uint8', not 'gif'"),
+        ({"chunks": -1}, "the message: chunks must be greater than or equal to 0, not -1"),
         ({"actions": [[1.0]]}, "this student takes no actions: leave actions out"),
         ({"image": "aaaa"}, "image 1 is no PNG file in base64"),
-        ({"promt": OTHER}, "key of the first message 'promt' is not known; did you mean prompt?"),
+        ({"promt": OTHER}, "key of a message 'promt' is not known; did you mean prompt?"),
     ],
 )
 def test_a_wrong_start_is_answered_with_its_fault(student, change, message):
@@ -340,9 +336,9 @@ def test_a_wrong_start_is_answered_with_its_fault(student, change, message):
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
-        ("[" * 10_000, "the message is no JSON"),
-        ("[1]", "a message must be an object"),
-        ({"prompt": None}, "prompt must be a text"),
+        ("[" * 10_000, "the message is nested too deeply"),
+        ("[1]", "the message must hold a JSON object"),
+        ({"prompt": None}, "prompt must be a valid string"),
         ({"seed": 3}, "key of a message 'seed' is not known"),
         ({"prompt": "x" * 70_000}, "a message must be text in JSON of at most 65536 characters"),
     ],

@@ -31,7 +31,7 @@ from unified_trainer.tools.serve.batch_queue import Batcher
 from unified_trainer.tools.serve.guard import Door
 from unified_trainer.tools.serve.live_video import LiveVideo, check_length
 from unified_trainer.tools.serve.service import Asked, Service, texts
-from unified_trainer.tools.serve.streams import Chunk, Start, Streams
+from unified_trainer.tools.serve.streams import Chunk, First, Streams
 from unified_trainer.tools.serve.web_server import serve_until_stopped
 
 KEYS = ("protocol", "prompts", "seeds", "encoding", "images")  # of a request
@@ -152,10 +152,10 @@ def student_service(
         size = live.form.size if live.form else 0
         about["stream"] = {"most_frames": most, "streams": live.streams, "action_size": size, "actions": live.names}
 
-        def open_video(start: Start) -> LiveVideo:
-            check_images(name, images, [start.request], "send image" if images[0] else "leave image out")
-            check_length(student, codec, start.frames, most)
-            return LiveVideo(student, codec, start.seed, live.form)
+        def open_video(first: First, request: Request) -> LiveVideo:
+            check_images(name, images, [request], "send image" if images[0] else "leave image out")
+            check_length(student, codec, first.frames, most)
+            return LiveVideo(student, codec, first.seed, live.form)
 
         routes = Streams(open_video, batcher, live.streams, size).routes()
     return Service(about, "/sample", read, write, batcher, MOST_BYTES, routes)
