@@ -1,4 +1,4 @@
-"""Requests: a text and condition images, of which one sample is made."""
+"""Requests: a text, condition images and actions, of which one sample is made."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -11,6 +11,7 @@ from jaxtyping import Float
 from PIL import Image as Picture
 from torch import Tensor
 
+from unified_trainer.basics.actions import NO_ACTIONS, Actions
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import check_file
 from unified_trainer.basics.pictures import open_picture, to_rgb
@@ -70,18 +71,22 @@ def cover(
 
 
 class Prompt(str):
-    """The text of a request, with its condition images for the scorers that ask for them. It is equal by its text."""
+    """The text of a request, with its condition images for the scorers that ask for them, and its actions.
 
-    __slots__ = ("images",)
+    It is equal by its text.
+    """
+
+    __slots__ = ("actions", "images")
     images: tuple[Image, ...]
+    actions: Actions
 
-    def __new__(cls, text: str, images: tuple[Image, ...]) -> "Prompt":
+    def __new__(cls, text: str, images: tuple[Image, ...], actions: Actions = NO_ACTIONS) -> "Prompt":
         made = super().__new__(cls, text)
-        made.images = images
+        made.images, made.actions = images, actions
         return made
 
-    def __getnewargs__(self) -> tuple[str, tuple[Image, ...]]:  # type: ignore[override]
-        return str(self), self.images
+    def __getnewargs__(self) -> tuple[str, tuple[Image, ...], Actions]:  # type: ignore[override]
+        return str(self), self.images, self.actions
 
 
 def with_image_files(prompts: Sequence[str], files: Sequence[str | Path]) -> list[str]:
@@ -113,11 +118,12 @@ def first_images(prompts: Sequence[str], height: int, width: int) -> Float[Tenso
 
 @dataclass(frozen=True, order=True)
 class Request:
-    """A text and condition images, of which one sample is made. Requests of equal text and images are equal."""
+    """A text, condition images and actions, of which one sample is made. Requests of equal content are equal."""
 
     text: str
     images: tuple[Image, ...] = ()
     negative: str = ""  # prompt of the unconditional branch of guidance; empty: that of the run
+    actions: Actions = NO_ACTIONS
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -126,14 +132,15 @@ class Request:
 
     @property
     def prompt(self) -> str:
-        """The text for a reward: a `Prompt` where there are images."""
-        return Prompt(self.text, self.images) if self.images else self.text
+        """The text for a reward: a `Prompt` where there are images or actions."""
+        return Prompt(self.text, self.images, self.actions) if self.images or self.actions else self.text
 
     @property
     def identity(self) -> str:
-        """The text, the digests of the images and the negative prompt: equal for equal requests alone."""
+        """The text, the negative prompt, and the digests of images and actions: equal for equal requests alone."""
         negative = f"\0\0{self.negative}" if self.negative else ""
-        return self.text + "".join(f"\0{image.sha256}" for image in self.images) + negative
+        actions = f"\0\0\0{self.actions.sha256}" if self.actions else ""
+        return self.text + "".join(f"\0{image.sha256}" for image in self.images) + negative + actions
 
     @property
     def files(self) -> dict[str, list[str]]:
@@ -147,5 +154,6 @@ class Request:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> tuple["Request", ...]:
-        """Return a request for each text, with the images of a `Prompt`."""
-        return tuple(cls(*identity_of(text)) for text in texts)
+        """Return a request for each text, with the images and actions of a `Prompt`."""
+        given = [text if isinstance(text, Prompt) else Prompt(text, ()) for text in texts]
+        return tuple(cls(str(text), text.images, actions=text.actions) for text in given)

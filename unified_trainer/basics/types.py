@@ -17,6 +17,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PerSample = Float[Tensor, " b"]
 PerFrame = Float[Tensor, "b t"]  # t latent frames
 WITHOUT_FLOAT64 = ("npu",)  # types of devices
+PER_FRAME = ("actions",)  # tensors of a condition with a row for each pixel frame of the video, [b, frames, ...]
 T = TypeVar("T")
 
 
@@ -88,6 +89,23 @@ class Condition:
         """Return the one sample of this condition as many samples, which share its memory."""
         return self.map(lambda x: x.expand(samples, *x.shape[1:]))
 
+    @property
+    def by_frame(self) -> dict[str, Tensor]:
+        """The tensors with a row for each pixel frame."""
+        return {name: self.tensors[name] for name in PER_FRAME if name in self.tensors}
+
+    def window(self, start: int, stop: int, frames: int) -> "Condition":
+        """Return the condition of latent frames `start` to `stop` of a video of so many.
+
+        The first of them counts as one pixel frame, the last that it holds, as that of a clip does.
+        """
+
+        def cut(x: Float[Tensor, "b all k"]) -> Float[Tensor, "b own k"]:
+            each = (x.shape[1] - 1) // max(1, frames - 1)  # pixel frames of a latent frame
+            return x[:, each * start : each * (stop - 1) + 1]
+
+        return Condition({**self.tensors, **{name: cut(x) for name, x in self.by_frame.items()}})
+
     def updated(self, other: "Condition") -> "Condition":
         """Return the same samples with the tensors of another condition, which replace those of equal names."""
         return Condition({**self.tensors, **other.tensors})
@@ -152,6 +170,18 @@ class Batch:
     def split(self, size: int) -> list["Batch"]:
         """Return consecutive parts of `size` samples; the last may be smaller."""
         return [self[slice(i, i + size)] for i in range(0, len(self), size)]
+
+    def window(self, start: int, stop: int, frames: int) -> "Batch":
+        """Return the samples with the conditions of latent frames `start` to `stop`: see `Condition.window`."""
+        cond, uncond = (each.window(start, stop, frames) for each in (self.cond, self.uncond))
+        return replace(self, cond=cond, uncond=uncond)
+
+    def with_frames_of(self, other: "Batch") -> "Batch":
+        """Return the samples with what another batch has for each pixel frame."""
+        cond, uncond = (
+            replace(own, tensors={**own.tensors, **other.cond.by_frame}) for own in (self.cond, self.uncond)
+        )
+        return replace(self, cond=cond, uncond=uncond)
 
     def __getitem__(self, part: slice) -> "Batch":
         return self.take(range(len(self))[part])

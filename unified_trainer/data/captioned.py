@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from unified_trainer.basics.actions import ACTIONS, NO_ACTIONS, Actions
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.input_files import BYTE_ORDER_MARK, decoded, parse_object, read_text
 from unified_trainer.data.folders import files_below
@@ -47,6 +48,7 @@ class CaptionedVideo:
     end: float = float("inf")
     holder: Path | None = None  # the .tar or .parquet file
     contents: Callable[[], bytes] | None = field(default=None, compare=False)  # of the holder
+    actions: Actions = NO_ACTIONS
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -181,7 +183,9 @@ def _listed(file: Path, folder: Path, root: Path, key: str, columns: Columns) ->
             path = os.path.join("videos", path)
         path = os.path.normpath(path)
         name = os.path.normpath(os.path.join(os.path.relpath(folder, root), path))
-        video = CaptionedVideo(name, folder / path, holder=file if contents else None, contents=contents)
+        actions = Actions.read(row.get(ACTIONS), file.parent, f"{key} {file}: {where}")
+        holder = file if contents else None
+        video = CaptionedVideo(name, folder / path, holder=holder, contents=contents, actions=actions)
         videos.append(_from_start(_captioned(video, value), row))
     return videos
 
@@ -203,7 +207,7 @@ def _table_rows(file: Path, key: str, columns: Columns) -> Iterator[Row]:
     """Yield the rows of a table; a .parquet file may hold the videos themselves."""
     schema = pq.read_schema(file) if file.suffix == ".parquet" and not is_encoded(file) else ()
     packed = {field.name: None for field in schema if pa.types.is_struct(field.type) or field.type in BYTES}
-    wanted = {*PATHS, *CAPTIONS, *STARTS, *ENDS, *columns} - packed.keys()
+    wanted = {*PATHS, *CAPTIONS, *STARTS, *ENDS, ACTIONS, *columns} - packed.keys()
     rows = read_rows(file, key, wanted, endings=MEDIA)
     held = packed | dict.fromkeys(name for _, row in rows for name in row)
     place = f"{key} {file}: {rows[0][0] if rows else ''}"

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unified_trainer.basics.actions import NO_ACTIONS, Actions
 from unified_trainer.basics.effects import READS, Text
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Count, Frames, FramesPerSecond, Pixels, above
@@ -71,15 +72,17 @@ class Clips:
     encoded: Float[Tensor, "n c t h w"]
     less_preferred: Float[Tensor, "n c t h w"] | None = None  # of a source of pairs
     first_frames: tuple[Image, ...] = ()  # of the clips, where they are condition images
+    actions: tuple[Actions, ...] = ()  # of the clips, where they have some
     clip_of: tuple[int, ...] = ()  # the clip of each row; by default that of the row's own number
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def request(self, index: int) -> Request:
-        """Return the caption of a row, and its condition images."""
+        """Return the caption of a row, its condition images and its actions."""
         clip = self._clips([index])[0]
-        return Request(self.prompts[index], self.first_frames[clip : clip + 1])
+        actions = self.actions[clip] if self.actions else NO_ACTIONS
+        return Request(self.prompts[index], self.first_frames[clip : clip + 1], actions=actions)
 
     def latents(self, indices: list[int]) -> Float[Tensor, "b c t h w"]:
         """Return the normalised latents of these rows."""

@@ -9,6 +9,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from unified_trainer.basics.actions import ACTIONS, Actions
 from unified_trainer.basics.errors import NotFiniteError, UserError
 from unified_trainer.basics.types import Condition, Trajectory
 from unified_trainer.data.clips import VideoConfig
@@ -30,6 +31,7 @@ def columns_of(name: str) -> tuple[str, str, str]:
 
 
 TEXT = columns_of("text_embedding")
+ACTION_COLUMNS = columns_of(ACTIONS)
 
 
 def text_columns(shapes: Shapes) -> dict[str, tuple[str, str, str]]:
@@ -69,6 +71,16 @@ ODE = pa.schema(
         *_tensor("initial_noise"),  # ours: FastVideo stores no state before the first step, and ignores the columns
     ]
 )
+
+
+def with_actions(schema: pa.Schema) -> pa.Schema:
+    """Return a schema for rows with actions."""
+    return pa.schema([*schema, *_tensor(ACTIONS)])
+
+
+def action_columns(actions: Actions) -> dict[str, object]:
+    """Return the columns of the actions of a clip."""
+    return _columns(ACTION_COLUMNS, torch.from_numpy(actions.values))
 
 
 def with_text(schema: pa.Schema, codec: Codec) -> pa.Schema:

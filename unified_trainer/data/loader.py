@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unified_trainer.basics.actions import ACTIONS
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Batch, Condition, Trajectory
@@ -269,6 +270,7 @@ def make_batch(
     """
     if cond is None:
         cond = conditions_of(codec, requests, latent_shape)
+    cond = with_actions(cond, requests)
     negatives = [request.negative or negative_prompt for request in requests]
     if isinstance(codec, JointEncoder):
         without = [replace(request, text=text) for request, text in zip(requests, negatives, strict=True)]
@@ -288,6 +290,17 @@ def make_batch(
         trajectory=trajectory,
         rejected=rejected,
     )
+
+
+def with_actions(cond: Condition, requests: Sequence[Request]) -> Condition:
+    """Return conditions with the actions of their requests, if these have some; UserError for different lengths."""
+    if not any(request.actions for request in requests):
+        return cond
+    values = [request.actions.values for request in requests]
+    if len({value.shape for value in values}) > 1:
+        raise UserError(f"actions of one batch differ in shape, {values[0].shape} and others: give all rows equal ones")
+    device = next(iter(cond.tensors.values())).device
+    return cond.updated(Condition({ACTIONS: torch.from_numpy(np.stack(values)).to(device)}))
 
 
 def conditions_of(codec: Codec, requests: Sequence[Request], latent_shape: tuple[int, int, int, int]) -> Condition:

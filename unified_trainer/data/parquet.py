@@ -62,8 +62,8 @@ class ParquetRows:
         return len(self._files.captions)
 
     def request(self, index: int) -> Request:
-        """Return the caption of a row."""
-        return Request(self._files.captions[index])
+        """Return the caption of a row, and its actions."""
+        return Request(self._files.captions[index], actions=self._files.actions[index])
 
     def latents(self, indices: list[int]) -> Float[Tensor, "b c t h w"] | None:
         """Return the clean, normalised latents of these rows, or None for files without clips."""

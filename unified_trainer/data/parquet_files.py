@@ -14,9 +14,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from unified_trainer.basics.actions import NO_ACTIONS, Actions
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.data.batch_plan import largest_divisor
-from unified_trainer.data.fastvideo import FLOATS, IMAGE_TENSORS, TEXT, TEXT_ENCODER, columns_of, text_columns_in
+from unified_trainer.data.fastvideo import (
+    ACTION_COLUMNS,
+    FLOATS,
+    IMAGE_TENSORS,
+    TEXT,
+    TEXT_ENCODER,
+    columns_of,
+    read_tensor,
+    text_columns_in,
+)
 from unified_trainer.data.parquet_columns import check_no_nulls, check_types
 from unified_trainer.data.row_kinds import RowKind
 from unified_trainer.data.tables import unreadable
@@ -53,6 +63,7 @@ class StoredFile:
     text: list[str]  # columns of prompts
     faults: list[str]  # rows that cannot be trained on
     shapes: list[tuple[int, ...]]  # of the latents of each row
+    actions: list[Actions]  # of each row
 
 
 class StoredFiles:
@@ -64,6 +75,7 @@ class StoredFiles:
         self.captions = tuple(caption for file in files for caption in file.captions)
         self.row_groups = tuple(group for file in files for group in file.row_groups)
         self.shapes = tuple(shape for file in files for shape in file.shapes)
+        self.actions = tuple(actions for file in files for actions in file.actions)
         self.text_fault = next((file.text_fault for file in files if file.text_fault), "")
         self.text = {name for file in files for name in file.text}
         columns = {name for file in files for name in file.columns}
@@ -158,7 +170,7 @@ def _read(file: Path, kind: RowKind) -> StoredFile:
             if metadata.num_rows:  # a file without rows may have columns of no type
                 check_types(file, schema, ("caption", *kind.tensors, *text))
             check_no_nulls(file, metadata, kind.tensors[0])
-            small = [name for name in ("id", "caption", *kind.small, *TEXT[1:]) if name in columns]
+            small = [name for name in ("id", "caption", *kind.small, *TEXT[1:], *ACTION_COLUMNS) if name in columns]
             rows = opened.read(small).to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         said = " ".join(str(error).split())
@@ -187,7 +199,16 @@ def _read(file: Path, kind: RowKind) -> StoredFile:
         text,
         [f"{place} {fault}" for place, fault in faults if fault],
         [(*(row.get("vae_latent_shape") or ()),) for row in rows],
+        [_actions(place, row) for place, row in zip(places, rows, strict=True)],
     )
+
+
+def _actions(place: str, row: Mapping[str, Any]) -> Actions:
+    if not row.get(ACTION_COLUMNS[0]):
+        return NO_ACTIONS
+    place = f"data.path: {place}"
+    values = read_tensor(place, ACTION_COLUMNS[0], *(row.get(name) for name in ACTION_COLUMNS))
+    return Actions.of(values.numpy(), place)
 
 
 def _caption_fault(row: Mapping[str, Any]) -> str:

@@ -5,13 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from unified_trainer.basics.actions import NO_ACTIONS
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.input_files import read_text
 from unified_trainer.basics.requests import Image, Request
 from unified_trainer.data.captioned import MEDIA, find_videos, lists_videos
 from unified_trainer.data.folders import files_below
 from unified_trainer.data.stored_prompts import parquet_files
-from unified_trainer.data.tables import TABLES, lines_of, read_column, read_lists, refuse_unreadable
+from unified_trainer.data.tables import TABLES, lines_of, read_actions, read_column, read_lists, refuse_unreadable
 from unified_trainer.data.tiny_world import HELD_OUT, PHRASINGS, SUBJECTS
 from unified_trainer.models import hub
 
@@ -86,10 +87,10 @@ def read_prompts(file: Path, key: str = "--prompts", column: str = "", *, images
     """Read the lines of a text file, a column of a .json, .jsonl, .csv or .parquet file, or the captions of a folder.
 
     A folder holds .parquet files, or videos with captions. With `images`, the column `image` of a table, or its column
-    `images` of lists, names the condition images of each prompt, relative to the folder of the table. Blank lines and
-    repeated rows, of equal text, images and negative prompt, are skipped and counted in the note. `key` is the setting
-    that names the file, for messages. Raise UserError, naming file and line, for a file that cannot be read or holds no
-    prompt.
+    `images` of lists, names the condition images of each prompt, relative to the folder of the table. A column
+    `actions` holds the actions of each prompt, or names their files. Blank lines and repeated rows, of equal text,
+    images, negative prompt and actions, are skipped and counted in the note. `key` is the setting that names the file,
+    for messages. Raise UserError, naming file and line, for a file that cannot be read or holds no prompt.
     """
     rows = _rows_of_folder(file, key, column) if os.path.isdir(file) else _rows(file, key, column)
     texts = [row.strip() for _, row in rows]
@@ -101,6 +102,7 @@ def read_prompts(file: Path, key: str = "--prompts", column: str = "", *, images
         )
     paths = read_lists(file, key, IMAGES) if images and file.suffix in TABLES else None
     negatives = read_lists(file, key, NEGATIVES) if file.suffix in TABLES else None
+    actions = read_actions(file, key) if file.suffix in TABLES else None
     requests: dict[Request, str] = {}
     for number, ((where, _), text) in enumerate(zip(rows, texts, strict=True)):
         place = f"{key} {file}: {where}"
@@ -109,7 +111,8 @@ def read_prompts(file: Path, key: str = "--prompts", column: str = "", *, images
             named = paths[number] if paths else ()
             negative = " ".join(negatives[number]) if negatives else ""
             refuse_unreadable(negative, place)
-            request = Request(text, tuple(Image.read(file.parent / name, place) for name in named), negative)
+            images_of = tuple(Image.read(file.parent / name, place) for name in named)
+            request = Request(text, images_of, negative, actions[number] if actions else NO_ACTIONS)
             requests.setdefault(request, place)
     if not requests:
         raise UserError(f"{key} {file} is empty; write one prompt per line")

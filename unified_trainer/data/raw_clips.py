@@ -61,9 +61,10 @@ def encode_videos(
     _refuse(path, faults)
     clip_of = tuple(number for number, video in enumerate(videos) for _ in video.captions)
     captions = tuple(caption for video in videos for caption in video.captions)
+    actions = tuple(video.actions for video in videos)
     if len({x.shape for x in encoded}) > 1:
-        return BucketClips(captions, [x[0] for x in encoded], None, tuple(images), clip_of)
-    return Clips(captions, torch.cat(encoded), None, tuple(images), clip_of)
+        return BucketClips(captions, [x[0] for x in encoded], None, tuple(images), actions, clip_of)
+    return Clips(captions, torch.cat(encoded), None, tuple(images), actions, clip_of)
 
 
 def _refuse(path: Path, faults: Sequence[str]) -> None:

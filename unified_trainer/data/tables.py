@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from unified_trainer.basics.actions import ACTIONS, Actions
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import check_file, parse_object, read_json_rows, read_text
 
@@ -45,6 +46,14 @@ def read_lists(file: Path, key: str, names: Sequence[str]) -> list[tuple[str, ..
         return None
     values = [(where, next((row[name] for name in names if name in row), None)) for where, row in rows]
     return [tuple(texts_of(value, f"{key} {file}: {where}")) for where, value in values]
+
+
+def read_actions(file: Path, key: str) -> list[Actions] | None:
+    """Return the actions of each row of a table; None where no row has a column `actions`."""
+    rows = read_rows(file, key, (ACTIONS,))
+    if not any(ACTIONS in row for _, row in rows):
+        return None
+    return [Actions.read(row.get(ACTIONS), file.parent, f"{key} {file}: {where}") for where, row in rows]
 
 
 def read_rows(file: Path, key: str, wanted: Collection[str], name: str = "", endings: tuple[str, ...] = ()) -> Rows:

@@ -93,8 +93,12 @@ def trained_frames(chunks: ChunkConfig, frames: int, first: int, device: torch.d
     return torch.tensor(trained, device=device)[:, None, None]
 
 
-def beginning_at(codec: Codec, batch: Batch, x0: Latents) -> Batch:
-    """Return the batch of a window `x0` of a longer video: a condition image is the window's own first frame."""
+def seen_at(codec: Codec, batch: Batch, x0: Latents, *, stop: int, frames: int) -> Batch:
+    """Return the batch of a window `x0` that ends before latent frame `stop` of a video of `frames`.
+
+    What conditions its frames is cut, and a condition image is the window's own first frame.
+    """
+    batch = batch.window(stop - x0.shape[2], stop, frames)
     if not isinstance(codec, ImageEncoder):
         return batch
     image = codec.first_frames(x0.detach())

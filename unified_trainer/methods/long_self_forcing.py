@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unified_trainer.basics.types import Batch, Latents
 from unified_trainer.methods.base import Loss
-from unified_trainer.methods.chunk_matching import WindowMatchingConfig, beginning_at, image_latent, trained_frames
+from unified_trainer.methods.chunk_matching import WindowMatchingConfig, image_latent, seen_at, trained_frames
 from unified_trainer.methods.distribution_matching import matching_losses
 from unified_trainer.methods.score_directions import DirectedMethod
 from unified_trainer.models.base import Codec
@@ -39,7 +39,8 @@ class LongSelfForcing(DirectedMethod):
         stop = self._draw_end(frames, rng)
         seen = replace(batch, latent_shape=(channels, known, *size))
         sample = partial(self._sample, of_video=batch, stop=stop)
-        mask, seen_as = partial(self._trained_frames, stop=stop), partial(beginning_at, self.codec)
+        mask = partial(self._trained_frames, stop=stop)
+        seen_as = partial(seen_at, self.codec, stop=stop, frames=frames)
         yield from matching_losses(self.config, self.matching, step, seen, rng, sample, mask, seen_as)
 
     def _draw_end(self, frames: int, rng: Streams) -> int:

@@ -14,7 +14,7 @@ from unified_trainer.basics.ranges import Fraction
 from unified_trainer.basics.types import Batch, Latents, take_frames, take_rows
 from unified_trainer.data.loader import Loader
 from unified_trainer.methods.base import Loss
-from unified_trainer.methods.chunk_matching import WindowMatchingConfig, beginning_at, image_latent, trained_frames
+from unified_trainer.methods.chunk_matching import WindowMatchingConfig, image_latent, seen_at, trained_frames
 from unified_trainer.methods.distribution_matching import matching_losses
 from unified_trainer.methods.score_directions import DirectedMethod
 from unified_trainer.models.base import Codec
@@ -119,22 +119,30 @@ class StreamingTuning(DirectedMethod):
             return torch.cat([before, added], 2)
 
         mask = partial(self._trained_frames, window=window)
-        seen_as = partial(beginning_at, self.codec)
+        seen_as = partial(seen_at, self.codec, stop=window.stop, frames=self.windows.frames)
         yield from matching_losses(self.config, self.matching, step, batch, rng, sample, mask, seen_as)
         if following := self.windows.number(step + 1):
             self._keep(batch, before if window.start else streams[0], streams[0], window, self.windows.at(following))
 
     def _prompted(self, batch: Batch, step: int, rng: Streams) -> Batch:
-        """Return the samples of a step with the prompts in force: those of the step where they began or changed."""
+        """Return the samples of a step with the prompts in force: those of the step where they began or changed.
+
+        What a stream has for each frame stays that of the prompts it began with.
+        """
         window, count = self.windows.number(step), self.windows.count
         begun = rng.of_step(step - window)
         switch = 0
         if count > 1 and float(begun.uniform("prompt switch", [0])) < self.config.prompt_switch:
             switch = 1 + int(float(begun.uniform("prompt switch window", [0])) * (count - 1))
         since = step - window + (switch if 0 < switch <= window else 0)
-        if since == step:
+        now, first = (self._at(begin, batch, step) for begin in (since, step - window))
+        return now.with_frames_of(first)
+
+    def _at(self, other: int, batch: Batch, step: int) -> Batch:
+        """Return the same samples of another step."""
+        if other == step:
             return batch
-        rows, ids = self.loader.rows(since)
+        rows, ids = self.loader.rows(other)
         return self.loader.batch_of([rows[ids.index(each)] for each in batch.sample_ids], list(batch.sample_ids))
 
     def _continue(self, past: PastFrames, batch: Batch, window: Window, rng: Streams, purpose: str) -> Latents:

@@ -28,6 +28,18 @@ Prompt = Mapping[str, Tensor]  # of one prompt, without the sample axis, unpadde
 EXPERTS = ("transformer", "transformer_2")  # of high and of low noise; a folder of one network has the first alone
 
 
+@dataclass(frozen=True)
+class ActionForm:
+    """The actions that a network takes: `size` numbers for each pixel frame."""
+
+    size: int
+    ratio: int  # pixel frames of a latent frame; the first latent frame has one
+
+    def pixel_frames(self, latent_frames: int) -> int:
+        """Return the pixel frames of the first latent frames of a video."""
+        return self.ratio * (latent_frames - 1) + 1 if latent_frames else 0
+
+
 class VideoModel(Protocol):
     """A network that predicts velocities; all unit conversion happens inside."""
 
@@ -324,3 +336,7 @@ class Family:
     sparse: Callable[[Path, str, SparseAttentionConfig, bool], SparseVideoModel] | None = None
     # (folder, component) -> as `model`, a flow map; None: the family has none
     flow_map: Callable[[Path, str], VideoModel] | None = None
+    # folder -> the numbers in the action of a pixel frame that its networks take; 0: none
+    action_size: Callable[[Path], int] = lambda folder: 0
+    # (folder, component, causal, size) -> a network that takes actions of this size from now on; None: none can
+    acting: Callable[[Path, str, bool, int], VideoModel] | None = None

@@ -153,13 +153,22 @@ class KVCache:
         guidance_scale: GuidanceScale,
     ) -> None:
         self._role, self._caches, self._scale, self._uncond = role, caches, guidance_scale, uncond
+        self._added: dict[str, torch.Tensor] = {}
         self.set_condition(cond)
 
     def set_condition(self, cond: Condition) -> None:
-        """Switch the prompt for later chunks; cached keys and values of finished chunks are unchanged."""
-        self._cond = cond if self._scale == 1 else cond.cat(self._uncond)
+        """Switch the prompt for later chunks; cached keys and values of finished chunks, and added frames, stay."""
+        self._given = cond
+        self._join()
         for cache in self._caches.values():
             cache.start_prompt()
+
+    def add_frames(self, name: str, values: Float[Tensor, "b frames k"]) -> None:
+        """Append what the condition's tensor of this name has for further pixel frames, in both branches."""
+        tensors = {**self._given.tensors, **self._added}
+        known = tensors[name] if name in tensors else values[:, :0]
+        self._added[name] = torch.cat([known, values.to(known)], 1)
+        self._join()
 
     def velocity(self, x_t: Latents, sigma: Float[Tensor, ""]) -> Latents:
         """Return the guided velocity of the next chunk at one noise level; its gradient does not reach the cache."""
@@ -182,6 +191,10 @@ class KVCache:
                 cache.seen = at
             with self._role.running(expert) as model:
                 model.append(self._both(x.detach()), self._cond, cache)
+
+    def _join(self) -> None:
+        cond, uncond = (Condition({**each.tensors, **self._added}) for each in (self._given, self._uncond))
+        self._cond = cond if self._scale == 1 else cond.cat(uncond)
 
     def _both(self, x: torch.Tensor) -> torch.Tensor:
         """With guidance, cond and uncond run in one pass, each with a cache of its own."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from unified_trainer.basics.effects import READS
 from unified_trainer.basics.errors import UserError, working_on
-from unified_trainer.basics.ranges import Decay
+from unified_trainer.basics.ranges import CountOrZero, Decay
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
 from unified_trainer.models.base import VideoModel
 from unified_trainer.models.sparse_attention import DENSE, SparseAttentionConfig
@@ -93,6 +93,11 @@ class RoleConfig:
         return False
 
     @property
+    def new_actions(self) -> int:
+        """The size of the actions that its network learns to take; a role that is never trained learns none."""
+        return 0
+
+    @property
     def experts(self) -> Mapping[Expert, FrozenExpertConfig]:
         """The settings of two experts by name, high noise first."""
         return {"high": self.high, "low": self.low}
@@ -111,6 +116,9 @@ class TrainableConfig(LearnerConfig, RoleConfig):
     flow_map: bool = False
     """Give the network a second noise level, at which its step ends: it predicts the step's mean velocity, as students
     of flow_map do."""
+    action_size: CountOrZero = 0
+    """Give the network actions, so many numbers for each pixel frame, by a layer that starts at zero; 0: only those
+    that its folder holds a layer for."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     high: ExpertConfig = field(default_factory=ExpertConfig)
     low: ExpertConfig = field(default_factory=ExpertConfig)
@@ -138,6 +146,10 @@ class TrainableConfig(LearnerConfig, RoleConfig):
         return self.flow_map
 
     @property
+    def new_actions(self) -> int:
+        return self.action_size
+
+    @property
     def experts(self) -> Mapping[Expert, ExpertConfig]:
         return {"high": self.high, "low": self.low}
 
@@ -158,6 +170,8 @@ class TrainableConfig(LearnerConfig, RoleConfig):
         self.sparse_attention.check(f"{role}.sparse_attention")
         if self.flow_map and self.sparse.share:
             raise UserError(f"{role}.flow_map: no flow map has sparse attention, leave {role}.sparse_attention out")
+        if self.action_size and (self.flow_map or self.sparse.share):
+            raise UserError(f"{role}.action_size: neither flow maps nor sparse attention take actions, leave it out")
 
     def of(self, expert: Expert) -> "TrainableConfig":
         """Return the settings of one expert, or of a role's only network."""

@@ -94,8 +94,6 @@ def _bytes(name: str, plan: RolePlan) -> int:
     causal, size = issubclass(plan.kind, Causal), 2 if plan.config.precision == "bf16" else 4
     total = 0
     for component in plan.layout.components.values():
-        network = open_model(
-            name, plan.path, component, causal=causal, sparse=plan.config.sparse, flow_map=plan.config.is_flow_map
-        ).network
+        network = open_model(name, plan.path, component, causal=causal, config=plan.config).network
         total += size * sum(p.numel() for p in network.parameters())
     return total

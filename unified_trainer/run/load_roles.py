@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from unified_trainer.basics.types import of_kind
-from unified_trainer.models.sparse_attention import DENSE, SparseAttentionConfig
+from unified_trainer.models.sparse_attention import DENSE
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.blocks import widest
@@ -25,19 +25,20 @@ def load_roles(
     shared, so that the caller may change them, as export does. With `sampling` the weights that training sends count as
     frozen: they only arrive.
     """
-    # key: path, component, adapter that is merged into it, quantisation, sparse attention, flow map or not, and the
-    # owner of a network that is not shared: one whose own weights are trained, such as the gates of its attention
-    users: dict[tuple[str, str, str, tuple[str, str], SparseAttentionConfig, bool, str], list[tuple[str, Expert]]] = {}
+    # key: path, component, adapter that is merged into it, form (quantised, sparse, flow map, actions), and the owner
+    # of a network that is not shared: one whose own weights are trained, such as the gates of its attention
+    users: dict[tuple[str, str, str, tuple[object, ...], str], list[tuple[str, Expert]]] = {}
     for name, plan in plans.items():
         for expert, component in plan.layout.components.items():
             if expert in plan.layout.left_out:
                 continue
-            sparse, flow_map = plan.config.sparse, plan.config.is_flow_map
-            own = plan.own_adapter is None or sparse != DENSE or flow_map
+            config = plan.config
+            form = (config.quantized, config.sparse, config.is_flow_map, config.new_actions)
+            own = plan.own_adapter is None or config.sparse != DENSE or config.is_flow_map or config.new_actions > 0
             alone = not half or (expert in plan.layout.trained and own)
             merged = plan.merged[expert].name if expert in plan.merged else ""
             owner = f"{name} {expert}" if alone else ""
-            key = (plan.path, component, merged, plan.config.quantized, sparse, flow_map, owner)
+            key = (plan.path, component, merged, form, owner)
             users.setdefault(key, []).append((name, expert))
     backbones: dict[tuple[str, Expert], Backbone] = {}
     for (path, component, *_), seats in users.items():
@@ -71,7 +72,7 @@ def _load_backbone(
     owned = bool(training) and not adapters
     causal = any(issubclass(plans[name].kind, Causal) for name in names)
     config = plans[names[0]].config
-    model = open_model(names[0], path, component, causal=causal, sparse=config.sparse, flow_map=config.is_flow_map)
+    model = open_model(names[0], path, component, causal=causal, config=config)
     kind, form = config.quantized
     if form:
         from unified_trainer.models.quantize import wrap

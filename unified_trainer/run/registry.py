@@ -14,8 +14,8 @@ from unified_trainer.methods import METHODS
 from unified_trainer.methods.base import Method
 from unified_trainer.models import hub
 from unified_trainer.models.base import Family, VideoModel
-from unified_trainer.models.sparse_attention import DENSE, SparseAttentionConfig
 from unified_trainer.numerics.objectives import OBJECTIVES, Objective
+from unified_trainer.roles.role import RoleConfig
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
 WAN = "unified_trainer.models.wan.family:WAN"
@@ -25,6 +25,7 @@ FAMILIES: dict[str, str | Family] = {
     "WanImageToVideoPipeline": WAN,
     "LTX2Pipeline": LTX2,
 }
+PLAIN = RoleConfig()
 
 
 class PipelineIndex(Schema):
@@ -147,19 +148,22 @@ def open_model(
     component: str,
     *,
     causal: bool,
-    sparse: SparseAttentionConfig = DENSE,
-    flow_map: bool = False,
+    config: RoleConfig = PLAIN,
 ) -> VideoModel:
-    """Open a network of a role's path in one of its forms; its weights are read later, shard by shard."""
+    """Open a network of a role's path in the form of its settings; its weights are read later, shard by shard."""
     family, folder = family_of(role, path)
-    if flow_map:
+    if config.is_flow_map:
         if family.flow_map is None:
             raise UserError(f"{role}.flow_map: {folder} is of a family without flow maps, leave it out")
         return family.flow_map(folder, component)
-    if sparse.share:
+    if config.sparse.share:
         if family.sparse is None:
             raise UserError(f"{role}.sparse_attention: {folder} is of a family without sparse attention, leave it out")
-        return family.sparse(folder, component, sparse, causal)
+        return family.sparse(folder, component, config.sparse, causal)
+    if config.new_actions:
+        if family.acting is None:
+            raise UserError(f"{role}.action_size: {folder} is of a family whose networks take no actions, leave it out")
+        return family.acting(folder, component, causal, config.new_actions)
     if not causal:
         return family.model(folder, component)
     assert family.causal is not None  # the check of the roles refuses other families

@@ -155,12 +155,15 @@ def next_chunks(
     exits: Sequence[int],
     first_gradient_frame: int = 0,
     prompts: Mapping[int, Condition] = MappingProxyType({}),
+    *,
+    endless: bool = False,
 ) -> Iterator[Latents]:
     """Yield the chunks that follow a KV cache (Self-Forcing, arXiv:2506.08009): x0 of chunk i from its call exits[i].
 
     `ranges` are the chunks' frames of `noise`. Only call exits[i] keeps a graph, and only in chunks that start at
     `first_gradient_frame` or later. A yielded chunk that others follow is then appended to the KV cache at the context
-    noise, without gradient. From chunk i on the condition is prompts[i].
+    noise, without gradient; others follow all chunks but the last of `noise`, and that too if the video is `endless`.
+    From chunk i on the condition is prompts[i].
     """
     draw = functools.cache(draw)
     for i, ((start, stop), step) in enumerate(zip(ranges, exits, strict=True)):
@@ -170,7 +173,7 @@ def next_chunks(
         with torch.set_grad_enabled(torch.is_grad_enabled() and start >= first_gradient_frame):
             x0 = _sample_to_step(cache.velocity, noise[:, :, own], sampler, _frames_of(draw, own), step)
         yield x0
-        if stop < noise.shape[2]:
+        if endless or stop < noise.shape[2]:
             cache.append(_context(x0.detach(), sampler, _frames_of(draw, own)))
 
 

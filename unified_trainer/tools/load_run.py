@@ -7,7 +7,7 @@ from pathlib import Path
 
 from unified_trainer.basics.types import of_kind
 from unified_trainer.models import hub
-from unified_trainer.models.base import Family
+from unified_trainer.models.base import ActionForm, Family
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.experts import Expert, ExpertLayout
@@ -43,6 +43,14 @@ class LoadedRole:
     def name(self) -> str:
         """The checkpoint or the folder that its weights are of, for messages."""
         return self.said.partition(";")[0]
+
+    @property
+    def actions(self) -> ActionForm | None:
+        """The actions that it takes; None for none."""
+        size = self.role.config.new_actions or self.family.action_size(self.base)
+        video = self.run.video
+        _, latent_frames, *_ = self.family.latent_shape(self.base, video.frames, video.height, video.width)
+        return ActionForm(size, (video.frames - 1) // max(1, latent_frames - 1)) if size else None
 
     @property
     def components(self) -> dict[Expert, str]:

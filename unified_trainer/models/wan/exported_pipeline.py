@@ -5,7 +5,7 @@
     pipe = DiffusionPipeline.from_pretrained(FOLDER, custom_pipeline="pipeline", trust_remote_code=True)
     frames = pipe("a red circle moving left", generator=torch.Generator().manual_seed(3)).frames[0]
 
-Students with a condition image take it as `image=`.
+Students with a condition image take it as `image=`, and those with actions take them as `actions=`.
 """
 
 import functools
@@ -39,6 +39,7 @@ MAX_TEXT_TOKENS = 512  # what Wan was trained with; a tokenizer may say less
 ALIGNMENT = 64  # bytes, of what torch allocates on a CPU
 GATE = "to_gate_compress"  # FastVideo's name of the layer that adds the coarse branch of sparse attention
 SPAN = "span_proj"  # the layer by which a flow map reads how far a step goes
+ACTIONS = "action_proj"  # the layer by which a network reads actions
 NOISE = -1  # number of the draw that sampling starts from
 MASK_CHANNELS = 4  # beside image latents: pixel frames of a latent frame
 
@@ -56,6 +57,7 @@ class Sampler:
     sparse_share: float  # share of the tiles of keys that self-attention leaves out; 0: dense
     sparse_tile: list[int]  # tokens of a tile along time, height and width
     flow_map: bool  # whether the network predicts the mean velocity of a whole step
+    action_size: int  # numbers for each pixel frame in the actions that the network takes; 0: none
     frames: int  # size of the run's videos in pixels
     height: int
     width: int
@@ -142,12 +144,13 @@ class TrainedWanPipeline(WanPipeline):
         output_type: str = "np",
         return_dict: bool = True,
         image: Image.Image | list[Image.Image] | None = None,
+        actions: Tensor | None = None,
     ) -> WanPipelineOutput | tuple:
         """Generate a video of each prompt, with a generator each: video i of `sample --seed S` has seed S + i.
 
         Sizes are in pixels, by default the run's. `output_type` is np, pt, pil or latent, as in WanPipeline. `image` is
         the first frame of the videos, or a list with that of each; it is scaled to cover the size, and cropped around
-        its center.
+        its center. `actions` [frames, size] are those of all videos, or [prompts, frames, size] those of each.
         """
         sampler = self.sampler or self.load_sampler(Path(self.transformer.config._name_or_path).parent)
         align(module for module in self.components.values() if isinstance(module, nn.Module))
@@ -165,7 +168,8 @@ class TrainedWanPipeline(WanPipeline):
         condition = self._encode_images(images, len(prompts), shape, device)
         text, negative = self._embed(prompts, device), self._embed([sampler.negative_prompt], device)
         calls = len(ranges) * (len(sampler.sigmas) - 1)
-        with Networks(self, sampler, text, negative, condition) as networks, self.progress_bar(total=calls) as bar:
+        given = condition, self._actions(sampler, actions, len(prompts), num_frames or sampler.frames, device)
+        with Networks(self, sampler, text, negative, *given) as networks, self.progress_bar(total=calls) as bar:
             chunks = []
             for start, stop in ranges:
                 own = slice(start, stop)
@@ -178,6 +182,20 @@ class TrainedWanPipeline(WanPipeline):
             video = self.video_processor.postprocess_video(self._decode(video), output_type)
         self.maybe_free_model_hooks()
         return WanPipelineOutput(frames=video) if return_dict else (video,)
+
+    def _actions(
+        self, sampler: Sampler, actions: Tensor | None, samples: int, frames: int, device: torch.device
+    ) -> Tensor | None:
+        """Return the actions of each video; ValueError for others than the network takes."""
+        if actions is not None and actions.ndim == 2:
+            actions = actions.expand(samples, -1, -1)
+        wanted = (samples, frames, sampler.action_size) if sampler.action_size else None
+        if (None if actions is None else tuple(actions.shape)) != wanted or not (
+            actions is None or bool(actions.isfinite().all())
+        ):
+            given = None if actions is None else tuple(actions.shape)
+            raise ValueError(f"this pipeline takes finite actions of the shape {wanted}, not {given}")
+        return actions if actions is None else actions.to(device, torch.float32)
 
     def _latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         time, space = self.vae_scale_factor_temporal, self.vae_scale_factor_spatial
@@ -324,6 +342,7 @@ class Networks:
         text: Tensor,
         negative: Tensor,
         image: ImageCondition | None = None,
+        actions: Tensor | None = None,
     ) -> None:
         self.sampler, self.text, self.image, self.seen = sampler, text, image, 0  # latent frames that are finished
         self.both = torch.cat([text, negative.expand_as(text)])
@@ -334,11 +353,13 @@ class Networks:
         self.caches = [KVCache(network, sampler.rolling_sink) for network in running] if sampler.chunk_frames else []
         self._norms = [layer for network in running for layer in network.modules() if isinstance(layer, nn.RMSNorm)]
         sparse, flow_maps = (running if has else [] for has in (sampler.sparse_share, sampler.flow_map))
+        self.acting = [] if actions is None else [ActionLayer(network, actions) for network in running]
         caches = self.caches or [None] * len(running)
-        self.opened: list[KVCache | SparseAttention | FlowMap] = [
+        self.opened: list[KVCache | SparseAttention | FlowMap | ActionLayer] = [
             *self.caches,
             *(SparseAttention(network, sampler, cache) for network, cache in zip(sparse, caches, strict=False)),
             *(FlowMap(network, sampler) for network in flow_maps),
+            *self.acting,
         ]
 
     def __enter__(self) -> "Networks":
@@ -370,6 +391,8 @@ class Networks:
             self._pass(cache.network, rows, self.sampler.context_noise, text)
             cache.append(x.shape[2], window, self.sampler.sink_frames)
         self.seen += x.shape[2]
+        for layer in self.acting:
+            layer.seen = self.seen
 
     def _pass(self, network: WanTransformer3DModel, x: Tensor, sigma: float, text: Tensor) -> Tensor:
         time, half = torch.full((len(x),), TIME_SCALE * sigma, device=x.device), self.sampler.precision == "bf16"
@@ -614,8 +637,48 @@ class FlowMap:
         return embedded + (added if embedded.ndim == 2 else added[:, None])
 
 
+class ActionLayer:
+    """While it is open, a network reads the actions [b, frames, size] of the pixel frames of each latent frame.
+
+    To the embedding of the time of a frame's tokens it adds a layer of them. The first latent frame has one pixel
+    frame, and zeros before it.
+    """
+
+    def __init__(self, network: WanTransformer3DModel, actions: Tensor) -> None:
+        self.network, self.actions, self.seen = network, actions, 0  # latent frames that are finished
+        self.embedder = network.condition_embedder
+        add_layer(network, "condition_embedder", ACTIONS, self.embedder.time_embedder.linear_2)
+
+    def open(self) -> None:
+        """Give every token a time of its own, and let its embedding hold the actions."""
+        hook = self.embedder.time_embedder.register_forward_hook(self._add)
+        self._hooks = [self.network.register_forward_pre_hook(self._spread), hook]
+
+    def close(self) -> None:
+        """Give the network its own embedding back."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _spread(self, _network: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, time, *rest = inputs
+        _, high, wide = self.network.config.patch_size
+        self.frames, tokens = x.shape[2], x.shape[2] * (x.shape[3] // high) * (x.shape[4] // wide)
+        return (x, time[:, None].expand(-1, tokens) if time.ndim == 1 else time, *rest)
+
+    def _add(self, _embedder: nn.Module, inputs: tuple[Tensor], embedded: Tensor) -> Tensor:
+        layer = getattr(self.embedder, ACTIONS)
+        (ratio,) = layer.kernel_size
+        joined = nn.functional.pad(self.actions, (0, 0, ratio - 1, 0)).unfold(1, ratio, ratio)
+        own = joined[:, self.seen : self.seen + self.frames].repeat(len(embedded) // len(joined), 1, 1, 1)
+        added = layer(own.flatten(0, 1).to(inputs[0])).view(len(embedded), self.frames, 1, -1)
+        return (embedded.unflatten(1, (self.frames, -1)) + added).flatten(1, 2)
+
+
 def add_layer(network: WanTransformer3DModel, parent: str, name: str, like: nn.Linear) -> None:
-    """Add a linear layer that diffusers' class does not have, read from the network's folder, unless it is there."""
+    """Add a layer that diffusers' class does not have, read from the network's folder, unless it is there.
+
+    It is linear, or a convolution over frames that do not overlap, by the axes of its weight.
+    """
     module = network.get_submodule(parent)
     if name in dict(module.named_children()):
         return
@@ -624,8 +687,10 @@ def add_layer(network: WanTransformer3DModel, parent: str, name: str, like: nn.L
         with safe_open(file, "pt") as tensors:
             own = [key for key in tensors.offset_keys() if key.startswith(f"{parent}.{name}.")]
             held |= {key.rpartition(".")[2]: tensors.get_tensor(key) for key in own}
-    layer = nn.Linear(like.in_features, like.out_features, device=like.weight.device, dtype=like.weight.dtype)
-    layer.load_state_dict(held)
+    outputs, size, *ratio = held["weight"].shape
+    made: nn.Module = nn.Conv1d(size, outputs, ratio[0], ratio[0]) if ratio else nn.Linear(size, outputs)
+    made.load_state_dict(held)
+    layer = made.to(like.weight.device, like.weight.dtype)
     module.register_module(name, layer.requires_grad_(False))
 
 

@@ -2,16 +2,18 @@
 
 import math
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_as, read_json
-from unified_trainer.models.base import Family, Shape
+from unified_trainer.models.base import ActionForm, Family, Shape
 from unified_trainer.models.blueprint import Blueprint, codec_blueprint
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.sparse_attention import SparseAttentionConfig
 from unified_trainer.models.wan import exported_pipeline
+from unified_trainer.models.wan.actions import form_of, with_actions
 from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.models.wan.causal_image import CausalFirstFrameWanModel, CausalImageChannelsWanModel
 from unified_trainer.models.wan.causal_sparse import CausalSparseWanModel
@@ -31,6 +33,11 @@ from unified_trainer.models.wan.image_model import FirstFrameWanModel, ImageChan
 from unified_trainer.models.wan.lora import published_adapter, published_layer
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.models.wan.sparse import SparseWanModel, check_dense
+
+M = TypeVar("M", bound=WanModel)
+BIDIRECTIONAL = {(0, 0): WanModel, (0, 1): FirstFrameWanModel, (1, 1): ImageChannelsWanModel}  # by condition images
+CAUSAL = {(0, 0): CausalWanModel, (0, 1): CausalFirstFrameWanModel, (1, 1): CausalImageChannelsWanModel}
+ACTING: dict[type[WanModel], Any] = {kind: with_actions(kind) for kind in (*BIDIRECTIONAL.values(), *CAUSAL.values())}
 
 
 def images(folder: Path) -> tuple[int, int]:
@@ -54,12 +61,14 @@ def image_tensors(folder: Path, latent_shape: Shape) -> dict[str, tuple[int, ...
     return {"image": latent_shape} | ({"clip": clip_shape(folder)} if network.image_dim else {})
 
 
-def open_model(folder: Path, component: str) -> WanModel:
-    """Open a network of a folder, without weights: of text alone, or of text and an image."""
+def open_model(folder: Path, component: str, action_size: int = 0) -> WanModel:
+    """Open a network of a folder, without weights: of text alone, or of text and an image.
+
+    It takes actions if its folder holds their layer; with `action_size` it gets one.
+    """
     check_dense(folder / component)
     check_velocity(folder / component)
-    kinds = {(0, 0): WanModel, (0, 1): FirstFrameWanModel, (1, 1): ImageChannelsWanModel}
-    return kinds[images(folder)].open(folder, component)
+    return _opened(BIDIRECTIONAL[images(folder)], folder, component, action_size)
 
 
 def open_sparse(folder: Path, component: str, config: SparseAttentionConfig, causal: bool) -> SparseWanModel:
@@ -67,11 +76,27 @@ def open_sparse(folder: Path, component: str, config: SparseAttentionConfig, cau
     return (CausalSparseWanModel if causal else SparseWanModel).open_with(folder, component, config)
 
 
-def open_causal(folder: Path, component: str) -> CausalWanModel:
-    """Open a network of a folder as a causal one, without weights: of text alone, or of text and an image."""
-    check_dense(folder / component)
-    kinds = {(0, 0): CausalWanModel, (0, 1): CausalFirstFrameWanModel, (1, 1): CausalImageChannelsWanModel}
-    return kinds[images(folder)].open(folder, component)
+def open_causal(folder: Path, component: str, action_size: int = 0) -> CausalWanModel:
+    """Open a network as `open_model` does, as a causal one."""
+    return _opened(CAUSAL[images(folder)], folder, component, action_size)
+
+
+def _opened(kind: type[M], folder: Path, component: str, action_size: int) -> M:
+    new = ActionForm(action_size, vae_config(folder).scale_factor_temporal) if action_size else None
+    if new or form_of(folder / component):
+        return ACTING[kind].open_with(folder / component, new)
+    return kind.open(folder, component)
+
+
+def open_acting(folder: Path, component: str, causal: bool, size: int) -> WanModel:
+    """Open a network of a folder that gets a layer of actions of this size, unless it has one."""
+    return open_causal(folder, component, size) if causal else open_model(folder, component, size)
+
+
+def action_size(folder: Path) -> int:
+    """Return the numbers in an action that the folder's networks take, from the headers of the first one's files."""
+    form = form_of(folder / EXPERTS[0])
+    return form.size if form else 0
 
 
 def blueprint(folder: Path) -> Blueprint:
@@ -165,4 +190,6 @@ WAN = Family(
     exported_pipeline=Path(exported_pipeline.__file__),
     sparse=open_sparse,
     flow_map=FlowMapWanModel.open,
+    action_size=action_size,
+    acting=open_acting,
 )

@@ -57,9 +57,7 @@ def adapters_of(
     for expert, (key, texts) in sources.items():
         number = ("high", "low").index(expert) if expert and key.startswith(f"{name}.adapter") else None
         component = layout.components[expert]
-        networks[expert] = open_model(
-            name, path, component, causal=False, sparse=config.sparse, flow_map=config.is_flow_map
-        ).network
+        networks[expert] = open_model(name, path, component, causal=False, config=config).network
         names = (networks[expert], family.experts, family.published_layer)
         own = [place_of(key, text, number, family) for text in texts]
         files[expert] = reduce(add, (open_adapter(place, *names) for place in own))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from unified_trainer.basics.actions import Actions
 from unified_trainer.basics.errors import UserError
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.buckets import sizes_of
@@ -50,6 +51,11 @@ class Clips:
         }
         videos = {"data.path": files_in_words([clips.holder or clips.file for clips in self.videos], self.captions)}
         return words | (videos if self.videos else {})
+
+    @property
+    def actions(self) -> Sequence[Actions]:
+        """The actions of each caption's clip."""
+        return self.stored.actions if self.stored is not None else [video.actions for video, _ in self._rows]
 
     def place(self, number: int) -> str:
         """Return where the caption of this number stands."""

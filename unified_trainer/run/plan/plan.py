@@ -21,6 +21,7 @@ from unified_trainer.roles.blocks import check_compiler
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.manager import Keep
+from unified_trainer.run.plan.actions import check_actions
 from unified_trainer.run.plan.data import (
     SETS,
     Clips,
@@ -176,6 +177,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     roles = with_updates(run, roles)
     _check_length(run, batch, roles)
     check_images(run, roles, prompts, clips, scores=method.uses_reward or run.validate_every > 0)
+    check_actions(run, roles, prompts, clips)
     cut = check_texts(run, method, prompts, clips)
     shown_prompts = prompts["--validation.prompts"].requests or prompts["--prompts"].requests
     check_distances(run.validation, run.validated().video, shown_prompts)

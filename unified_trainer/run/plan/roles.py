@@ -159,9 +159,7 @@ def weight_shapes(name: str, role: RolePlan) -> dict[str, tuple[int, ...]]:
 def opened(name: str, role: RolePlan, expert: Expert) -> VideoModel:
     """Return a network of a role, without its weights."""
     causal, component = issubclass(role.kind, Causal), role.layout.components[expert]
-    return open_model(
-        name, role.path, component, causal=causal, sparse=role.config.sparse, flow_map=role.config.is_flow_map
-    )
+    return open_model(name, role.path, component, causal=causal, config=role.config)
 
 
 def without_adapter(roles: Mapping[str, RolePlan]) -> str:

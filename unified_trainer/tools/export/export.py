@@ -87,6 +87,11 @@ def export(
     must_know("--layout", layout, [DIFFUSERS, *(loaded.family.native or ())[:1]])
     if adapter == "peft" and layout != DIFFUSERS:
         raise UserError(f"--adapter peft is for diffusers and peft: with --layout {layout}, take --adapter published")
+    if loaded.actions and (quantize != "none" or adapter != "merge" or layout != DIFFUSERS):
+        raise UserError(
+            f"{run} takes actions, and is written whole in the layout of diffusers: leave --quantize, --adapter and "
+            "--layout out"
+        )
     with new_folder(out) as folder:
         adapters = []
         if adapter == "peft":
@@ -219,7 +224,8 @@ def _write_sampler(loaded: LoadedRole, folder: Path) -> None:
     shutil.copyfile(loaded.family.exported_pipeline, folder / PIPELINE)
     (folder / SAMPLER).parent.mkdir(exist_ok=True)
     (folder / SAMPLER).unlink(missing_ok=True)  # a base that is an export has one, and this may be a link to it
-    content = sampler_file(loaded.run, loaded.role.config, loaded.layout.boundary)
+    size = loaded.actions.size if loaded.actions else 0
+    content = sampler_file(loaded.run, loaded.role.config, loaded.layout.boundary, size)
     (folder / SAMPLER).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
@@ -276,6 +282,8 @@ def _about(loaded: LoadedRole, role: str, spec: str, layout: str) -> dict[str, A
     sampler, name = loaded.run.sampler, Spec.of(spec)
     if layout != DIFFUSERS:
         how = f"ComfyUI and {layout.capitalize()}'s own code read it; README.md names noise levels and guidance"
+    elif loaded.actions:
+        how = "diffusers' own pipeline drops the layer by which the network reads actions"
     elif loaded.role.config.is_flow_map:
         how = "diffusers' own pipeline drops the layer by which a flow map reads the length of a step"
     elif euler_scheduler(sampler, given=loaded.family.given_levels(loaded.base)) is None:

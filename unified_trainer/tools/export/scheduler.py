@@ -46,7 +46,7 @@ def euler_scheduler(sampler: SamplerConfig, *, given: bool) -> FlowMatchEulerDis
     return scheduler if near else None
 
 
-def sampler_file(run: RunConfig, role: RoleConfig, boundary: float | None) -> dict[str, Any]:
+def sampler_file(run: RunConfig, role: RoleConfig, boundary: float | None, action_size: int) -> dict[str, Any]:
     """Return the content of `SAMPLER`: what a pipeline needs to sample as `sample` does, resolved to numbers."""
     sampler, video = run.sampler, run.video
     scale = sampler.guidance_scale
@@ -60,6 +60,7 @@ def sampler_file(run: RunConfig, role: RoleConfig, boundary: float | None) -> di
         "sparse_share": role.sparse.share,
         "sparse_tile": list(role.sparse.tile),
         "flow_map": role.is_flow_map,
+        "action_size": action_size,
         **{"frames": video.frames, "height": video.height, "width": video.width},
         **dataclasses.asdict(sampler.chunks),
     }

@@ -10,11 +10,13 @@ import numpy as np
 import tyro
 from torch import Tensor
 
+from unified_trainer.basics.actions import ACTIONS
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_yaml
 from unified_trainer.basics.ranges import Count, NonNegative, Seed
 from unified_trainer.basics.requests import Image
 from unified_trainer.basics.terminal import say
+from unified_trainer.data import fastvideo
 from unified_trainer.data.buckets import sizes_of
 from unified_trainer.data.captioned import CaptionedVideo, find_videos, left_out
 from unified_trainer.data.clips import VideoConfig
@@ -142,6 +144,10 @@ def preprocess(
             about["vae"] = codec.video_fingerprint
             about |= {f"video.{name}": value for name, value in vars(run.video).items()}
             about |= {"data.buckets": [*run.data.buckets]} if run.data.buckets else {}
+        acted = {bool(video.actions) for video in videos if not video.fault}
+        if len(acted) > 1:
+            raise UserError(f"SOURCE {source}: some videos have {ACTIONS} and others none: give all of them, or none")
+        schema = fastvideo.with_actions(schema) if True in acted else schema
         begin_output(out, ABOUT, about, WHAT, empty=is_empty(out))
         written = ClipFolder(out, with_text(schema if videos else TEXT_ONLY, codec), rows_per_file)
         if not use_negative_prompt(out, negative, codec):
@@ -219,6 +225,7 @@ def _write_videos(
                 for name, caption in video.rows:
                     if name not in done:
                         row = t2v_row(name, caption, raw, made) | text_of(prompts[caption], codec)
+                        row |= fastvideo.action_columns(video.actions) if video.actions else {}
                         add_row(written, row | (_image(clip.frames, raw, codec) if images else {}), progress)
                         new += 1
         finally:

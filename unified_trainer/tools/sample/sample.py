@@ -16,6 +16,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from unified_trainer.basics.actions import Actions, actions_fault
 from unified_trainer.basics.errors import UserError, writing
 from unified_trainer.basics.own_files import without_link
 from unified_trainer.basics.ranges import Count, FramesOrZero, Seed
@@ -26,7 +27,7 @@ from unified_trainer.data.loader import make_batch
 from unified_trainer.data.prompts import SUFFIXES, read_prompts
 from unified_trainer.data.video_files import Row, contact_sheet, file_name, to_uint8, writer
 from unified_trainer.models import hub
-from unified_trainer.models.base import Codec, SoundDecoder
+from unified_trainer.models.base import ActionForm, Codec, SoundDecoder
 from unified_trainer.parallel.device import Device, fitting
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.causal import Causal
@@ -34,6 +35,7 @@ from unified_trainer.roles.role import Trainable
 from unified_trainer.run.build import cache_memory
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.sampling.solver import Draw, SamplerConfig, generate, next_chunks, recomputed_cache, stream_chunks
+from unified_trainer.sampling.stream import Stream
 from unified_trainer.tools.load_run import LoadedRole, load_role
 from unified_trainer.tools.output_folder import check_empty
 
@@ -47,6 +49,7 @@ def sample(
     prompts: tuple[str, ...],
     output: Path,
     image: Path | None = None,
+    actions: Path | None = None,
     num_samples: Count = 1,
     prompt_names: bool = False,
     seed: Seed = 0,
@@ -68,6 +71,8 @@ def sample(
         output: Folder to write: N.mp4 or N.png of video N, contact_sheet.png of the first ones, samples.json; it must
             be empty or absent.
         image: Condition image of all videos: their first frame. A table of prompts names images in its column image.
+        actions: Actions of all videos, [frames, k] in a .npy or .safetensors file: a row for each pixel frame. A table
+            of prompts names such files, or has lists, in its column actions.
         num_samples: Videos of each prompt, one after the other.
         prompt_names: Name the videos videos/PROMPT-INDEX.mp4: VBench's program runs on the folder OUTPUT/videos, made
             with --num-samples 5 for its prompts.
@@ -86,9 +91,14 @@ def sample(
     given = () if image is None else (Image.read(image, "--image"),)
     lines = read_lines(prompts)
     loaded = load_role(run, "student", base, Mesh.join(device), causal=True, families=families)
-    lines = [line for line in with_images(loaded, prompts, lines, given) for _ in range(num_samples)]
+    lines = with_images(loaded, prompts, lines, given)
+    if actions is not None:
+        shared = Actions.read(str(actions.absolute()), Path(), "--actions")
+        lines = [dataclasses.replace(line, actions=shared) for line in lines]
+    lines = [line for line in lines for _ in range(num_samples)]
     stems = [f"{VIDEOS}/{name}" for name in of_prompts(lines, num_samples)] if prompt_names else range(len(lines))
     loaded = of_length(loaded, frames, window_frames, sink_frames, min(batch, len(lines)), rolling=rolling_sink)
+    check_actions(loaded.name, loaded.actions, loaded.run.video.frames, lines)
     if stream and not loaded.run.sampler.chunks.causal:
         raise UserError(f"--stream needs a causal student, but {run} generates all frames at once: leave it out")
     if recache and not stream:
@@ -203,6 +213,13 @@ def check_images(name: str, takes: tuple[int, int], requests: Sequence[Request],
             )
 
 
+def check_actions(name: str, takes: ActionForm | None, frames: int, requests: Sequence[Request]) -> None:
+    """Raise UserError unless each request has the actions that the student of that name takes, for so many frames."""
+    for request in requests:
+        if fault := actions_fault(request.actions, takes.size if takes else 0, frames):
+            raise UserError(f"{name}: {request.text!r} {fault}")
+
+
 def videos(loaded: LoadedRole, requests: Sequence[Request], seed: int, batch: int) -> Iterator[Video]:
     """Generate the videos of the requests, `batch` at a time."""
     for parts in pieces(loaded, requests, seed, batch, by_chunk=False):
@@ -247,22 +264,29 @@ class SampledRole(Protocol):
     def name(self) -> str: ...  # of its weights, for messages
 
 
+def open_stream(loaded: LoadedRole, codec: Codec, requests: Sequence[Request], seeds: Sequence[int]) -> Stream:
+    """Begin a stream of each request by a causal student; their actions are given to it chunk by chunk."""
+    batch_of, draw = begin_samples(loaded, codec, seeds)
+    noise, role = draw(0), of_kind(Causal, loaded.role)
+    return Stream(role, noise, batch_of(requests), loaded.run.sampler, draw, loaded.actions)
+
+
 def draw_latents(student: SampledRole, codec: Codec, requests: Sequence[Request], seeds: Sequence[int]) -> Latents:
     """Generate a batch of clean latents; sample i depends on requests[i] and seeds[i] alone, but for rounding.
 
     Its noise is what diffusers draws with `torch.Generator().manual_seed(seeds[i])`. Raise NotFiniteError, which names
     the student, for samples that are not finite.
     """
-    batch_of, draw = _start(student, codec, seeds)
+    batch_of, draw = begin_samples(student, codec, seeds)
     x0 = generate(student.role, draw(0), batch_of(requests), student.run.sampler, draw)
     check_finite(x0, student.name)
     return x0
 
 
-def _start(
+def begin_samples(
     student: SampledRole, codec: Codec, seeds: Sequence[int]
 ) -> tuple[Callable[[Sequence[Request]], Batch], Draw]:
-    """Return a function from requests to a batch, and the noise of samples with these seeds."""
+    """Return a function from requests to a batch, and the noise of samples with these seeds, which each call draws."""
     video, ids = student.run.video, list(range(len(seeds)))
     shape = codec.latent_shape(video.frames, video.height, video.width)
     negative = student.run.sampler.negative_prompt
@@ -282,7 +306,7 @@ def _stream(
     loaded: LoadedRole, codec: Codec, requests: Sequence[Request], seeds: Sequence[int], *, recache: bool
 ) -> Iterator[Latents]:
     """Generate chunk by chunk; each prompt of "a | b" has an equal number of chunks, up to rounding."""
-    batch_of, draw = _start(loaded, codec, seeds)
+    batch_of, draw = begin_samples(loaded, codec, seeds)
     noise, sampler = draw(0), loaded.run.sampler
     both = [(request, request.text.split(" | ")) for request in requests]
     count = len(sampler.chunks.ranges(noise.shape[2]))

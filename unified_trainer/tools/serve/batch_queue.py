@@ -84,7 +84,7 @@ class Batcher(Generic[Job, Result]):
 
     def __init__(self, work: Callable[[Sequence[Job]], Sequence[Result]], limit: int, wait: float) -> None:
         """Start the thread. `work` returns one result for each of its jobs; `wait` is in seconds."""
-        self._work, self._queue = work, BatchQueue[Job, Result](limit, wait)
+        self._work, self.limit, self._queue = work, limit, BatchQueue[Job, Result](limit, wait)
         self._changed, self._closed = threading.Condition(), False
         self._at_work: list[Queued[Job, Result]] = []
         self.given_up: Future[Exception] = Future()  # why, once `give_up` was called

@@ -48,7 +48,7 @@ class Guard:
     token: str = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (refusal := self.refusal(Headers(scope=scope))):
+        if refusal := self.refusal(Headers(scope=scope)):  # of an HTTP request or the handshake of a websocket
             code, said = refusal
             more = {"WWW-Authenticate": "Bearer"} if code == 401 else {}
             answer = PlainTextResponse(f"{said}\n", code, {"Cache-Control": "no-store", **more})

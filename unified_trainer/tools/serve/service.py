@@ -5,7 +5,7 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from unified_trainer.basics.errors import UserError
@@ -57,6 +57,7 @@ class Service(Generic[Job, Result]):
     write: Callable[[Job, Result], dict[str, Any]]
     batcher: "Batcher[Job, Result]"
     most_bytes: int  # of a request
+    routes: Sequence[BaseRoute] = ()  # what else it answers
 
     @property
     def given_up(self) -> "Future[Exception]":
@@ -64,7 +65,8 @@ class Service(Generic[Job, Result]):
 
     def app(self) -> ASGIApp:
         """Return the web application."""
-        return Starlette(routes=[Route("/health", self._health), Route(self.path, self._post, methods=["POST"])])
+        own = Route("/health", self._health), Route(self.path, self._post, methods=["POST"])
+        return Starlette(routes=[*own, *self.routes])
 
     def close(self) -> None:
         """Answer what is in the queue, and end."""
@@ -79,19 +81,13 @@ class Service(Generic[Job, Result]):
             job = await run_in_threadpool(self._read, body)  # large bodies must not hold up other requests
             result = await _unless_left(request, self.batcher.submit(job, job.kind, job.size))
             return await run_in_threadpool(lambda: JSONResponse(self.write(job, result)))
-        except UserError as error:
-            return PlainTextResponse(FOLDERS.sub("", str(error)), 400)
-        except BusyError as error:
-            return PlainTextResponse(str(error), 429)
-        except TimeoutError as error:  # of a scorer: another request, or another server, may get an answer
-            return PlainTextResponse(FOLDERS.sub("", str(error)), 503)
         except ClientDisconnect:
             return PlainTextResponse("the client left", 499)
-        except (HTTPException, asyncio.CancelledError):
+        except HTTPException:
             raise
-        except Exception:  # noqa: BLE001 - the server goes on
-            sys.stderr.write(traceback.format_exc())
-            return PlainTextResponse("a fault of the server: its terminal shows it", 500)
+        except Exception as error:  # noqa: BLE001 - the server goes on
+            code, said = refusal_of(error)
+            return PlainTextResponse(said, code)
 
     async def _body(self, request: Request) -> bytes:
         """Return the body of a request, which must be JSON of at most `most_bytes`."""
@@ -115,6 +111,18 @@ class Service(Generic[Job, Result]):
         if job.size > MOST:
             raise UserError(f"a request has at most {MOST} videos, not {job.size}")
         return job
+
+
+def refusal_of(error: Exception) -> tuple[int, str]:
+    """Return the code and the sentence that a client gets for an error; a fault of the server is printed."""
+    if isinstance(error, UserError):
+        return 400, FOLDERS.sub("", str(error))
+    if isinstance(error, BusyError):
+        return 429, str(error)
+    if isinstance(error, TimeoutError):  # of a scorer: another request, or another server, may get an answer
+        return 503, FOLDERS.sub("", str(error))
+    sys.stderr.write("".join(traceback.format_exception(error)))
+    return 500, "a fault of the server: its terminal shows it"
 
 
 async def _unless_left(request: Request, future: "Future[Result]") -> Result:

@@ -12,6 +12,7 @@ from typing import Any
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.terminal import say
@@ -19,6 +20,7 @@ from unified_trainer.tools.serve.guard import Door, Guard
 from unified_trainer.tools.serve.service import Service
 
 HEADER_SECONDS = 10.0  # that a client may take for a whole header
+MOST_MESSAGE = 2**24  # bytes of a message of a websocket
 FILES, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # that this process may open; each connection is one
 MOST_OPEN = 1024 if FILES == resource.RLIM_INFINITY else min(FILES // 5, 1024)  # for connections
 
@@ -59,6 +61,26 @@ class Connection(H11Protocol):
             self.transport.abort()
 
 
+class StreamConnection(WSProtocol):
+    """A websocket, which counts as a connection, and ends HEADER_SECONDS after its stream whatever its client does."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.opened = self.loop.time()
+
+    def on_task_complete(self, task: "asyncio.Task[None]") -> None:
+        super().on_task_complete(task)
+        self.loop.call_later(HEADER_SECONDS, self.transport.abort)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.loop.call_later(HEADER_SECONDS, self.transport.abort)
+
+    def waits_for_client(self) -> bool:
+        """Return whether the client has not taken all that was sent."""
+        return self.transport.get_write_buffer_size() > 0
+
+
 def serve_until_stopped(door: Door, load: Callable[[], Service[Any, Any]], said: Callable[[str], str]) -> None:
     """Open the port, load the service, print what `said` makes of the address, and answer until SIGTERM or Ctrl-C.
 
@@ -89,8 +111,9 @@ def serving(service: Service[Any, Any], listener: socket.socket, door: Door | No
     door = door or Door(*listener.getsockname()[:2])
     app = Guard(service.app(), door.names(), door.token())
     quiet = {"log_level": "warning", "access_log": False, "server_header": False}
-    how = {"http": Connection, "ws": "none", "lifespan": "off", "backlog": max(MOST_OPEN // 2, 1)}  # accepted at a time
-    web = uvicorn.Server(uvicorn.Config(app, **how, **quiet))
+    how = {"http": Connection, "lifespan": "off", "backlog": max(MOST_OPEN // 2, 1)}  # accepted at a time
+    socket_of = {"ws": StreamConnection, "ws_max_size": MOST_MESSAGE, "ws_per_message_deflate": False}
+    web = uvicorn.Server(uvicorn.Config(app, **how, **socket_of, **quiet))
     thread = threading.Thread(target=web.run, args=([listener],), name="server")  # no main thread: it takes no signals
     thread.start()
     try:

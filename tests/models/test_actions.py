@@ -1,0 +1,154 @@
+"""Wan with actions: each latent frame sees those of its own pixel frames, in every kind of pass."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import ALONE, assert_same
+from test_wan_causal import assert_equal_to_rounding, cached, causal, condition, latents, levels, network
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.requests import Request
+from unified_trainer.basics.types import Batch, Condition
+from unified_trainer.models.base import ActionForm
+from unified_trainer.models.wan.actions import by_latent_frame
+from unified_trainer.models.wan.causal import CausalWanModel
+from unified_trainer.models.wan.family import ACTING
+from unified_trainer.models.wan.model import WanModel
+from unified_trainer.numerics.chunks import ChunkConfig
+from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.causal import CausalStudent
+from unified_trainer.roles.role import TrainableConfig
+from unified_trainer.sampling.solver import SamplerConfig, predict_chunks
+from unified_trainer.sampling.stream import Stream
+
+FORM = ActionForm(size=3, ratio=4)
+CASES = [
+    (6, ChunkConfig(2)),
+    (7, ChunkConfig(3, independent_first_frame=True)),
+    (9, ChunkConfig(2, independent_first_frame=True, window_frames=4, sink_frames=1)),
+]
+
+
+def acting(kind=CausalWanModel, *, zero: bool = False):
+    model = ACTING[kind](network(), None, FORM)
+    if not zero:
+        for weight in model._layer.parameters():
+            weight.data = torch.randn(weight.shape, generator=torch.Generator().manual_seed(6))
+    return model
+
+
+def acted(frames: int, seed: int = 7) -> Condition:
+    draw = torch.Generator().manual_seed(seed)
+    actions = torch.randn(2, FORM.pixel_frames(frames), FORM.size, generator=draw)
+    return condition(2).updated(Condition({"actions": actions}))
+
+
+@pytest.mark.parametrize(("frames", "chunks"), CASES)
+@torch.no_grad()
+def test_cached_is_masked(frames, chunks):
+    """With the actions of the whole video, and with those up to each chunk alone."""
+    model, x_t, finished, sigma, cond = (
+        acting(),
+        latents(frames),
+        latents(frames, seed=5),
+        levels(frames, chunks),
+        acted(frames),
+    )
+    masked = model.velocity_masked(x_t, sigma, cond, chunks, finished)
+    assert_equal_to_rounding(cached(model, x_t, sigma, cond, chunks, finished)[0], masked)
+    first = chunks.ranges(frames)[0][1]
+    known = cond.window(0, first, frames)
+    assert_equal_to_rounding(
+        model.velocity_cached(x_t[:, :, :first], sigma[:, 0], known, model.open_cache(chunks)), masked[:, :, :first]
+    )
+    changed = model.velocity_masked(x_t, sigma, acted(frames, seed=8), chunks, finished)
+    assert float((changed - masked).abs().amax((0, 1, 3, 4)).min()) > 1e-3
+
+
+@torch.no_grad()
+def test_one_chunk_of_all_frames_is_the_bidirectional_network():
+    x, sigma, cond, everything = latents(5), torch.tensor([0.2, 0.7]), acted(5), ChunkConfig(5)
+    reference, model = acting(WanModel).velocity(x, sigma, cond), acting()
+    assert_equal_to_rounding(model.velocity(x, sigma, cond), reference)
+    assert_equal_to_rounding(model.velocity_masked(x, sigma, cond, everything), reference)
+
+
+@torch.no_grad()
+def test_a_new_layer_changes_nothing():
+    """Bit for bit with a noise level for each frame, and to rounding with one for all, which is embedded once."""
+    x, cond, chunks = latents(4), acted(4), ChunkConfig(2)
+    sigma = levels(4, chunks)
+    ours, plain = acting(zero=True), causal()
+    assert torch.equal(ours.velocity_masked(x, sigma, cond, chunks), plain.velocity_masked(x, sigma, cond, chunks))
+    for kind in (WanModel, CausalWanModel):
+        one, other = acting(kind, zero=True), kind(network())
+        assert_equal_to_rounding(one.velocity(x, sigma[:, 0], cond), other.velocity(x, sigma[:, 0], cond))
+
+
+def test_gradient_reaches_a_zero_layer():
+    model = acting(WanModel, zero=True)
+    model.velocity(latents(3), torch.tensor([0.2, 0.7]), acted(3)).square().sum().backward()
+    for weight in model._layer.parameters():
+        assert weight.grad.isfinite().all() and weight.grad.flatten(1 if weight.ndim > 1 else 0).any()
+
+
+def test_a_latent_frame_has_the_actions_of_its_pixel_frames():
+    cond = Condition({"actions": torch.arange(9.0).view(1, 9, 1) + 1})
+    form = ActionForm(1, 4)
+    assert by_latent_frame(cond, [0, 2], form).flatten().tolist() == [0, 0, 0, 1, 6, 7, 8, 9]
+
+
+def test_a_window_begins_with_the_last_pixel_frame_of_its_first_latent_frame():
+    cond = Condition({"text": torch.zeros(1, 2, 3), "actions": torch.arange(17.0).view(1, 17, 1)})
+    part = cond.window(2, 4, frames=5)
+    assert part["actions"].flatten().tolist() == [8, 9, 10, 11, 12]
+    assert cond.window(0, 5, frames=5)["actions"].equal(cond["actions"])
+    assert_same({"text": part["text"]}, {"text": cond["text"]})
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({}, "needs actions of size 3 for each frame"),
+        ({"actions": torch.zeros(2, 17, 4)}, r"needs actions \[frames, 3\] of 9 frames or more, not \[17, 4\]"),
+        ({"actions": torch.zeros(2, 8, 3)}, r"of 9 frames or more, not \[8, 3\]"),
+    ],
+)
+def test_other_actions_are_refused(tensors, said):
+    cond = condition(2).updated(Condition(tensors)) if tensors else condition(2)
+    with pytest.raises(UserError, match=said):
+        acting().velocity(latents(3), torch.tensor([0.2, 0.7]), cond)
+
+
+def student_of(model: CausalWanModel) -> CausalStudent:
+    return CausalStudent("student", Backbone(model, ALONE, trained=True), TrainableConfig())
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_a_stream_makes_the_chunks_of_predict_chunks(scale):
+    """Bit for bit, with actions that are given just before each chunk."""
+    chunks = ChunkConfig(2, independent_first_frame=True, window_frames=3, context_noise=0.1)
+    sampler = SamplerConfig(num_steps=2, solver="sde", guidance_scale=scale, chunks=chunks)
+    cond, without = acted(5), condition(2)
+    batch = Batch((Request("a"),) * 2, (0, 1), (0, 1), (4, 5, 4, 6), without, without.map(torch.zeros_like))
+    student, noise = student_of(acting()), latents(5)
+
+    def draw(step: int) -> torch.Tensor:
+        return latents(5, seed=20 + step)
+
+    whole = batch.with_frames_of(replace(batch, cond=cond))
+    expected = predict_chunks(student, noise, whole, sampler, draw, [1, 1, 1]).detach()
+    stream, parts, done = Stream(student, noise, batch, sampler, draw, FORM), [], 0
+    while stream.left:
+        frames = stream.frames
+        for wrong in (None, torch.zeros(2, frames + 1, 3), torch.full((2, frames, 3), torch.nan)):
+            with pytest.raises(UserError, match="actions"):
+                stream.next(wrong)
+        parts.append(stream.next(cond["actions"][:, done : done + frames]))
+        done += frames
+    assert done == 17 and torch.equal(torch.cat(parts, 2), expected)
+    plain = Stream(student_of(causal()), noise, batch, sampler, draw)
+    with pytest.raises(UserError, match="takes no actions"):
+        plain.next(torch.zeros(2, 1, 3))
+    assert plain.next().shape == (2, 4, 1, 4, 6)
