@@ -334,7 +334,7 @@ class Networks:
         self.caches = [KVCache(network, sampler.rolling_sink) for network in running] if sampler.chunk_frames else []
         self._norms = [layer for network in running for layer in network.modules() if isinstance(layer, nn.RMSNorm)]
         sparse, flow_maps = (running if has else [] for has in (sampler.sparse_share, sampler.flow_map))
-        caches = self.caches or [None] * len(running)
+        caches: list[KVCache | None] = [*self.caches] or [None] * len(running)
         self.opened: list[KVCache | SparseAttention | FlowMap] = [
             *self.caches,
             *(SparseAttention(network, sampler, cache) for network, cache in zip(sparse, caches, strict=False)),
