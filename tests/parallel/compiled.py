@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from unified_trainer.basics.types import Condition
 from unified_trainer.models.sparse_attention import SparseAttentionConfig
 from unified_trainer.models.wan.causal import CausalWanModel
+from unified_trainer.models.wan.causal_sparse import CausalSparseWanModel
 from unified_trainer.models.wan.sparse import SparseWanModel
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.roles import blocks
@@ -48,8 +49,14 @@ CASES = {
     "causal": "selective",
     "rounded": "none",
     "sparse": "selective",
+    "causal sparse": "selective",
 }
-EAGER = ("adapters", "causal", "rounded")  # with the back end "eager": faster, and enough to count graphs
+EAGER = (
+    "adapters",
+    "causal",
+    "causal sparse",
+    "rounded",
+)  # with the back end "eager": faster, and enough to count graphs
 UPDATED = ("none", "full")  # in passes with gradient alone, for what they keep
 
 
@@ -67,9 +74,9 @@ def roles_of(case: str, compile: bool) -> tuple[Trainable, Frozen]:
     model = small_model()
     if case == "causal":
         model = CausalWanModel(model.network)
-    elif case == "sparse":
-        tiles = SparseAttentionConfig(share=0.5, tile=(2, 2, 2))
-        model = SparseWanModel(model.network, None, tiles, ALONE.device)
+    elif "sparse" in case:
+        kind = CausalSparseWanModel if "causal" in case else SparseWanModel
+        model = kind(model.network, None, SparseAttentionConfig(share=0.5, tile=(2, 2, 2)), ALONE.device)
     half = case == "rounded"  # bf16 copies of the weights
     config = TrainableConfig(precision="bf16" if half else "fp32")
     student = Trainable("student", Backbone(model, ALONE, trained=True, half_passes=half, **settings), config)
@@ -78,7 +85,7 @@ def roles_of(case: str, compile: bool) -> tuple[Trainable, Frozen]:
 
 def loss_of(case: str, student: Trainable, x: torch.Tensor, cond: Condition) -> torch.Tensor:
     """Sample without gradient, and compute a loss with it."""
-    if case != "causal":
+    if "causal" not in case:
         with torch.no_grad():
             if case not in UPDATED:
                 student.velocity(x, SIGMA, cond)

@@ -129,7 +129,7 @@ def test_compiled_blocks_learn_what_they_did(tmp_path):
     inputs alone that full recomputation keeps.
     """
     found, counted = compiled(tmp_path / "gradients.safetensors")
-    for case in ("whole", "none", "full", "adapters", "causal", "rounded", "sparse"):
+    for case in ("whole", "none", "full", "adapters", "causal", "rounded", "sparse", "causal sparse"):
         plain, ours = (
             {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
             for prefix in (f"{case}/plain/", f"{case}/compiled/")

@@ -61,6 +61,18 @@ def test_the_chunks_and_the_kv_cache_of_a_causal_teacher_are_counted():
 
 
 @pytest.mark.slow
+def test_the_sparse_attention_of_a_causal_student_is_counted():
+    """Tiles of one token, of which exactly half are kept whatever a chunk sees."""
+    flags = ["--method", "self_forcing", *SMALL, *SINGLE, "--sampler.chunks.chunk-frames", "1"]
+    dense, _ = bench_plan.predicted(flags, 5)
+    flags += ["--student.sparse-attention.share", "0.5", "--student.sparse-attention.tile", "1", "1", "1"]
+    real = bench_plan.measure(flags, 5, memory=False)
+    computed, passes = bench_plan.predicted(flags, 5)
+    assert passes == real.passes and computed.model_flops != dense.model_flops
+    assert computed.model_flops == pytest.approx(real.flops, rel=1e-9)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "whole"), [("wan2.1-1.3b", False), ("ltx-video", True)])
 def test_a_reward_of_the_first_frame_decodes_all_unless_the_decoder_is_causal(recipe, whole):
     flags = ["--recipe", recipe, "--method", "dance_grpo", "--reward.frames", "first", "--validate-every", "0"]

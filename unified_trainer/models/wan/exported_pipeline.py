@@ -354,7 +354,7 @@ class Networks:
         self._norms = [layer for network in running for layer in network.modules() if isinstance(layer, nn.RMSNorm)]
         sparse, flow_maps = (running if has else [] for has in (sampler.sparse_share, sampler.flow_map))
         self.acting = [] if actions is None else [ActionLayer(network, actions) for network in running]
-        caches = self.caches or [None] * len(running)
+        caches: list[KVCache | None] = [*self.caches] or [None] * len(running)
         self.opened: list[KVCache | SparseAttention | FlowMap | ActionLayer] = [
             *self.caches,
             *(SparseAttention(network, sampler, cache) for network, cache in zip(sparse, caches, strict=False)),
