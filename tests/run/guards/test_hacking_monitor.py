@@ -189,16 +189,18 @@ def test_a_run_that_hacks_is_stopped_and_saved(hacked):
     first = {key.removeprefix("validation/"): value for key, value in metrics_of(folder)[0].items()}
     assert metadata["hacking_monitor"]["pixels/saturation"] == first["pixels/saturation"]
     assert last["validation/pixels/saturation"] > first["pixels/saturation"] + first["pixels/saturation_std"]
+    # what saturates the pixels: shapes grow, and their colors stay
+    assert last["validation/world/size"] > first["world/size"] + 1 and last["validation/world/color"] < 0.2
 
 
 @pytest.mark.slow
 def test_it_is_stopped_again_when_it_is_resumed(hacked, capsys):
     """The reference is that of the first validation, not of the one after resuming."""
     folder, _ = hacked
-    before = metrics_of(folder)[0]["validation/pixels/saturation"]
+    before = metrics_of(folder)[0]["validation/world/size"]
     assert main(["--resume", str(folder), "--validate-every", "1"]) == 3
     out = capsys.readouterr().out
-    assert f"pixels/saturation changed {before:.3g} ->" in out and "after step 9" in out
+    assert f"world/size rose {before:.3g} ->" in out and "after step 9" in out
     assert (
         main(["--resume", str(folder), "--validate-every", "1", "--hacking-monitor.action", "warn", "--steps", "10"])
         == 0
