@@ -75,7 +75,8 @@ class WithoutMemory:
         for module in network.modules():
             for name, weight in list(module.named_parameters(recurse=False)):
                 fake = FakeTensor(self._mode, weight.data, torch.device("cpu"))
-                setattr(module, name, nn.Parameter(fake, requires_grad=False))
+                fake._is_param = True  # a Parameter, without the copy that its constructor makes
+                setattr(module, name, fake)
             for name, table in list(module.named_buffers(recurse=False)):
                 if table.is_meta:
                     setattr(module, name, torch.ones(table.shape, dtype=table.dtype))
