@@ -735,8 +735,8 @@ def test_flops_of_encoders_and_decoder_are_those_of_the_layers_that_run(case, fo
 
     codec.encode_text(PROMPTS[1:])
     if isinstance(codec, PipelineCodec):
-        with codec._calling(codec._text_parts()) as pipeline:
-            listen(*(pipeline.pipe.components[name] for name in codec._text_parts()))
+        with codec._calling(codec._text_networks()) as pipeline:
+            listen(*(pipeline.pipe.components[name] for name in codec._text_networks()))
             pipeline.call([LONG], codec._facts.size, Image.new("RGB", (64, 64)), stop=True)
         vae = codec._parts["vae"]
     else:

@@ -12,8 +12,7 @@ from unified_trainer.models.base import Family, Shape
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.pipeline.blueprint import blueprint
 from unified_trainer.models.pipeline.calls import SIZES
-from unified_trainer.models.pipeline.codec import PipelineCodec
-from unified_trainer.models.pipeline.joint import JointCodec
+from unified_trainer.models.pipeline.codec import JointCodec, PipelineCodec
 from unified_trainer.models.pipeline.known import known
 from unified_trainer.models.pipeline.model import PipelineModel
 from unified_trainer.models.pipeline.sequence import heads_of
