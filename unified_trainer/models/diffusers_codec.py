@@ -142,10 +142,6 @@ class DiffusersCodec(FrozenCodec):
         """Let the VAE work in tiles of `size` pixels a side that overlap by a quarter."""
         vae.enable_tiling(size, size, size * 3 // 4, size * 3 // 4)
 
-    def encoded(self, vae: Any, video: Video) -> Latents:
-        """Return the posterior's mean of a video in [-1, 1], in the VAE's own units."""
-        return vae.encode(video).latent_dist.mean
-
     @classmethod
     def decoded(cls, vae: Any, raw: Latents) -> Video:
         """Return the video in [-1, 1] of latents in the VAE's own units."""
@@ -183,7 +179,7 @@ class DiffusersCodec(FrozenCodec):
     @torch.no_grad()
     def encode_raw(self, video: Video) -> Latents:
         with self._vae.in_use() as vae:
-            return self.encoded(vae, (video.to(self._device) * 2 - 1).to(vae.dtype)).float()
+            return vae.encode((video.to(self._device) * 2 - 1).to(vae.dtype)).latent_dist.mean.float()
 
     def normalise(self, raw: Latents) -> Latents:
         return (raw.to(self._mean) - self._mean) / self._std

@@ -1,4 +1,4 @@
-"""Text encoders and VAE of any pipeline as a codec: prompts are encoded by the pipeline's own call."""
+"""Text encoders and VAE of any pipeline as a codec: the pipeline's own call encodes prompts, alone or with an image."""
 
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -23,18 +23,17 @@ from unified_trainer.models.folder import fingerprint, no_progress_bar, read_pre
 from unified_trainer.models.frozen_codec import FrozenCodec
 from unified_trainer.models.frozen_network import FrozenNetwork, channels_last
 from unified_trainer.models.image_tensors import ImageTensors
-from unified_trainer.models.pipeline.arguments import LONG
+from unified_trainer.models.pipeline.arguments import LONG, ROWS
 from unified_trainer.models.pipeline.calls import SHORT, Pipeline
 from unified_trainer.models.pipeline.facts import Facts
 from unified_trainer.models.pipeline.known import known
 from unified_trainer.models.pipeline.latents import KNOWN
-from unified_trainer.models.pipeline.model import ROWS
 from unified_trainer.models.pipeline.opening import NETWORKS, component_classes
 from unified_trainer.models.pipeline.vae import decoded, fix, tile
 from unified_trainer.models.pipeline.values import differ
 from unified_trainer.models.prompt_embeddings import PromptEmbeddings
 from unified_trainer.models.prompt_lengths import Cut, cut_by
-from unified_trainer.models.prompt_tensors import Shapes, stack
+from unified_trainer.models.prompt_tensors import stack
 from unified_trainer.parallel.device import rounds_products
 from unified_trainer.parallel.mesh import Mesh
 
@@ -57,18 +56,9 @@ class PipelineCodec(FrozenCodec):
         parts, self._config = component_classes(folder), config
         self._names = {name for name in parts if name not in (*NETWORKS, "vae", "scheduler")}
         networks = {name: kind for name, kind in parts.items() if issubclass(kind, nn.Module) and name not in NETWORKS}
-        dtypes = {name: DTYPES[config.text_precision] for name in networks} | {"vae": DTYPES[config.vae_precision]}
-
-        def reading(name: str) -> Callable[[], nn.Module]:
-            def read() -> nn.Module:
-                network = read_whole(networks[name], folder / name, dtypes[name])
-                return self._prepared(network) if name == "vae" else network
-
-            return read
-
         self._parts = {
-            name: FrozenNetwork(reading(name), device, offload=config.offload, pinned=name == "vae")
-            for name in networks
+            name: FrozenNetwork(partial(self._read, name, kind), device, offload=config.offload, pinned=name == "vae")
+            for name, kind in networks.items()
         }
         self._vae = self._parts["vae"]
         self._settings = f"{config.text_precision} {config.vae_precision}"
@@ -78,17 +68,22 @@ class PipelineCodec(FrozenCodec):
             raise UserError(f"encoders.embedded_guidance: the network of {folder} takes no guidance; leave it out")
         if self._guidance is None and self._facts.guidance:
             self._guidance = float(self._known.pipeline.names["guidance_scale"].default)
-        self.text_shapes = text_shapes(self._facts)
+        self.text_shapes = self._facts.arguments.text_shapes
         tf32 = rounds_products() and config.text_precision == "fp32"
         encoder = f"{self._identity()} {config.text_precision} {device.type} {tf32} {self.text_shapes}"
         self._embeddings = PromptEmbeddings(self._embed, encoder, self.text_shapes, config)
         self._images = ImageTensors(config)
 
-    def _prepared(self, vae: Any) -> nn.Module:
-        fix(vae)
-        if self._config.vae_tile:
-            tile(vae, self._config.vae_tile, self._facts.size[1] // self._facts.latents.shape[2])
-        return channels_last(vae) if self._config.vae_channels_last else vae
+    def _read(self, name: str, kind: Any) -> nn.Module:
+        config = self._config
+        precision = config.vae_precision if name == "vae" else config.text_precision
+        network = read_whole(kind, self.folder / name, DTYPES[precision])
+        if name != "vae":
+            return network
+        fix(network)
+        if config.vae_tile:
+            tile(network, config.vae_tile, self._facts.pixels)
+        return channels_last(network) if config.vae_channels_last else network
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, config: EncoderConfig) -> Self:
@@ -153,8 +148,7 @@ class PipelineCodec(FrozenCodec):
         """Raise UserError if this prompt changes an argument that was learned to follow from no prompt."""
         arguments = facts.arguments
         for name in {*given, *arguments.constants} - {
-            facts.time.name,
-            facts.guidance,
+            *("return_dict", facts.time.name, facts.guidance),
             *arguments.text,
             *arguments.images,
         }:
@@ -253,7 +247,7 @@ class JointCodec(PipelineCodec):
             self._images.get((request.identity, *latent_shape), partial(self._together, request, latent_shape))
             for request in requests
         ]
-        text = self._text_condition(stack(rows, text_shapes(facts)))
+        text = self._text_condition(stack(rows, facts.arguments.text_shapes))
         if not facts.arguments.images:
             return text
         return text.updated(self.encode_images([request.images for request in requests], latent_shape))
@@ -271,12 +265,6 @@ class JointCodec(PipelineCodec):
 
     def encode_ahead(self, prompts: Sequence[str], mesh: Mesh) -> str:
         return "text encoder: each prompt is encoded with its image, when it is drawn"
-
-
-def text_shapes(facts: Facts) -> Shapes:
-    """Return the largest shapes of the tensors of a prompt."""
-    shapes: dict[str, tuple[int, ...]] = {name: argument.shape for name, argument in facts.arguments.text.items()}
-    return shapes | {name + ROWS: () for name, argument in facts.arguments.text.items() if argument.listed}
 
 
 def read_whole(kind: Any, folder: Path, dtype: torch.dtype) -> nn.Module:
