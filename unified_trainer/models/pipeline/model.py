@@ -9,17 +9,18 @@ from typing import Any, Self
 
 import diffusers
 import torch
+from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor, nn
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
 from unified_trainer.models.base import Shape
-from unified_trainer.models.diffusers_model import DiffusersModel
+from unified_trainer.models.diffusers_model import DiffusersModel, widen
 from unified_trainer.models.image_tensors import to_first_frames
 from unified_trainer.models.pipeline.arguments import ROWS
-from unified_trainer.models.pipeline.attention import improve
 from unified_trainer.models.pipeline.facts import Facts
+from unified_trainer.models.pipeline.hunyuan_video15 import with_masks
 from unified_trainer.models.pipeline.known import FOLDERS, Known, known
 from unified_trainer.models.pipeline.latents import BEHIND, KNOWN
 from unified_trainer.models.pipeline.opening import component_class
@@ -41,7 +42,11 @@ class PipelineModel(DiffusersModel):
         self._blocks = blocks_of(network)
         self.adapter_layers = _attention_layers(network, self._blocks)
         self._takes = inspect.signature(network.forward).parameters
-        improve(network)
+        if isinstance(network, HunyuanVideo15Transformer3DModel):
+            with_masks(network)
+        for module in network.modules():
+            if isinstance(module, nn.RMSNorm):
+                module.register_forward_pre_hook(widen)
 
     @classmethod
     def open(cls, folder: Path, component: str) -> Self:
