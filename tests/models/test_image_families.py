@@ -514,8 +514,15 @@ def test_a_network_that_reads_where_a_step_ends_is_refused(folders):
         with_masks(network)
 
 
-@pytest.mark.parametrize("change", [{"guidance_rescale": 0.7}, {"_class_name": "AdaptiveProjectedGuidance"}])
-def test_guidance_by_a_rule_of_its_own_is_said(folders, tmp_path, change):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"guidance_rescale": 0.7}, "guidance: ClassifierFreeGuidance has a rule of its own"),
+        ({"_class_name": "AdaptiveProjectedMixGuidance"}, "guidance: AdaptiveProjectedMixGuidance has a rule"),
+        ({"_class_name": "AdaptiveProjectedGuidance"}, "guidance is projected"),
+    ],
+)
+def test_guidance_by_a_rule_of_its_own_is_said(folders, tmp_path, change, said):
     shutil.copytree(folders["HunyuanVideo15Pipeline"], tmp_path / "odd")
     file, size = tmp_path / "odd" / "guider" / "guider_config.json", (5, *SIDES)
     assert "rule of its own" not in HUNYUAN15.describe(folders["HunyuanVideo15Pipeline"], size)
@@ -523,7 +530,7 @@ def test_guidance_by_a_rule_of_its_own_is_said(folders, tmp_path, change):
     index = json.loads((tmp_path / "odd" / "model_index.json").read_text())
     index["guider"][1] = change.get("_class_name", index["guider"][1])
     (tmp_path / "odd" / "model_index.json").write_text(json.dumps(index))
-    assert "guidance: the pipeline has a rule of its own" in HUNYUAN15.describe(tmp_path / "odd", size)
+    assert said in HUNYUAN15.describe(tmp_path / "odd", size)
 
 
 def test_a_decoder_with_noise_of_its_own_gives_a_sample_one_video(folders, tmp_path):
@@ -735,8 +742,8 @@ def test_flops_of_encoders_and_decoder_are_those_of_the_layers_that_run(case, fo
 
     codec.encode_text(PROMPTS[1:])
     if isinstance(codec, PipelineCodec):
-        with codec._calling(codec._text_parts()) as pipeline:
-            listen(*(pipeline.pipe.components[name] for name in codec._text_parts()))
+        with codec._calling(codec._text_networks()) as pipeline:
+            listen(*(pipeline.pipe.components[name] for name in codec._text_networks()))
             pipeline.call([LONG], codec._facts.size, Image.new("RGB", (64, 64)), stop=True)
         vae = codec._parts["vae"]
     else:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+import transformers
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
+from diffusers.guiders import AdaptiveProjectedGuidance
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
@@ -15,9 +17,11 @@ from unified_trainer.basics.types import Condition
 from unified_trainer.models.pipeline.calls import Pipeline, ProbeError
 from unified_trainer.models.pipeline.codec import PipelineCodec
 from unified_trainer.models.pipeline.facts import Facts
+from unified_trainer.models.pipeline.guidance import Rule
 from unified_trainer.models.pipeline.known import Known
 from unified_trainer.models.pipeline.latents import KNOWN
 from unified_trainer.models.pipeline.model import PipelineModel
+from unified_trainer.models.pipeline.opening import component_class
 from unified_trainer.models.pipeline.probe import learn
 from unified_trainer.models.pipeline.values import flat, made_of, nested
 from unified_trainer.models.pipeline.without_memory import WithoutMemory
@@ -336,3 +340,27 @@ def test_what_a_network_makes_is_found_in_every_form_that_it_has():
     for output in (x, (x, None), Transformer2DModelOutput(sample=x)):
         assert made_of(output) is x
     assert made_of([x]) == [x]
+
+
+@pytest.mark.parametrize("longest", [0.5, 15.0])
+@pytest.mark.parametrize("eta", [1.0, 0.2])
+def test_projected_guidance_is_that_of_diffusers(longest: float, eta: float) -> None:
+    cond, uncond = torch.randn(2, 2, 3, 4, 5, 6, generator=torch.Generator().manual_seed(0))
+    guider = AdaptiveProjectedGuidance(3.0, adaptive_projected_guidance_rescale=longest, eta=eta)
+    latents = learned(lambda prompts, step: {"text": words(prompts, 4)}).latents
+    ours = Rule("projected", eta=eta, longest=longest).guided(cond, uncond, 3.0, latents)
+    torch.testing.assert_close(ours, guider.forward(cond, uncond).pred)
+
+
+def test_classes_are_found_without_a_list_of_all_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listing those of transformers takes most of a second, for each component of a folder."""
+
+    def listed(_module: object) -> list[str]:
+        raise AssertionError
+
+    monkeypatch.setattr(type(transformers), "__dir__", listed)
+    file = Path("model_index.json")
+    assert component_class(file, "transformers", "T5EncoderModel") is transformers.T5EncoderModel
+    assert component_class(file, "diffusers", "AutoencoderKL") is AutoencoderKL
+    with pytest.raises(UserError, match=r"transformers\.NoSuchModel is no class of diffusers .* or transformers"):
+        component_class(file, "transformers", "NoSuchModel")

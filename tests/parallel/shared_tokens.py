@@ -23,9 +23,10 @@ from pipelines.images import IMAGES, flux_parts
 from pipelines.videos import VIDEOS
 
 from unified_trainer.basics.types import Condition
+from unified_trainer.models.pipeline.arguments import ROWS
 from unified_trainer.models.pipeline.facts import Facts
 from unified_trainer.models.pipeline.known import known
-from unified_trainer.models.pipeline.model import ROWS, PipelineModel
+from unified_trainer.models.pipeline.model import PipelineModel
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.roles import blocks

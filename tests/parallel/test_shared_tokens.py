@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
-from unified_trainer.models.pipeline.attention import KeyMasked, improve
+from unified_trainer.models.diffusers_model import widen
+from unified_trainer.models.pipeline.hunyuan_video15 import KeyMasked, with_masks
 from unified_trainer.models.pipeline.sequence import TOKENS, SharedTokens, heads_of
 from unified_trainer.parallel import sequence
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
@@ -128,7 +129,7 @@ def test_hunyuan_video_15_attends_by_a_mask_of_keys_as_by_its_mask_of_all_pairs(
     mask, angles = torch.tensor([[True, True, True], [True, False, False]]), torch.randn(2, 5, 12).unbind()
     expected = attention(tokens, text, mask, image_rotary_emb=angles)
     assert isinstance(attention.processor, HunyuanVideo15AttnProcessor2_0)
-    improve(network)
+    with_masks(network)
     assert isinstance(attention.processor, KeyMasked)
     found = attention(tokens, text, mask, image_rotary_emb=angles)
     torch.testing.assert_close(found[0], expected[0])
@@ -136,8 +137,7 @@ def test_hunyuan_video_15_attends_by_a_mask_of_keys_as_by_its_mask_of_all_pairs(
 
 
 def test_norms_of_queries_compute_in_float32():
-    network = torch.nn.ModuleDict({"norm": torch.nn.RMSNorm(24)})
-    improve(network)
-    x = torch.randn(3, 24).bfloat16()
+    norm, x = torch.nn.RMSNorm(24), torch.randn(3, 24).bfloat16()
+    norm.register_forward_pre_hook(widen)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(network["norm"](x), torch.nn.RMSNorm(24)(x.float()))
+        assert torch.equal(norm(x), torch.nn.RMSNorm(24)(x.float()))

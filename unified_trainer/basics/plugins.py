@@ -20,7 +20,6 @@ from types import ModuleType
 from typing import Any, Literal
 
 from unified_trainer.basics.errors import MissingFileError, UserError, working_on
-from unified_trainer.basics.moves import naming_moves
 from unified_trainer.basics.read_code import FromBytes, ReadModules, closure, modules_of
 from unified_trainer.basics.trust import Fact, is_asking, remember, require, setting_of
 
@@ -124,7 +123,7 @@ def load_object(spec: str, key: str, value: str = "") -> Any:
         if code.folder:
             _SETTINGS[code.folder] = key, value or spec
             _MODULES.add(code.files if is_asking() else {}, code.folder)
-    with working_on(f"{key} {spec}"), naming_moves():
+    with working_on(f"{key} {spec}"):
         module = _execute(Path(place), key, code.files) if is_file else _import(place, key)
     try:
         return vars(module)[name]

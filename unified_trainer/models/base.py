@@ -263,11 +263,6 @@ class SoundDecoder(Protocol):
         """Decode the sounds of videos, values in [-1, 1], without gradient."""
 
 
-def guided_by_scale(folder: Path, scale: float, config: EncoderConfig) -> Mapping[str, float]:
-    """Return the arguments of a pipeline whose call takes the scale alone."""
-    return {"guidance_scale": scale}
-
-
 def name_in(weight: str, layer_name: Callable[[str], str | None]) -> str | None:
     """Return a weight's name in a layout that names layers, and parameters without one, by `layer_name`."""
     layer, _, kind = weight.rpartition(".")
@@ -311,7 +306,9 @@ class Family:
     # folder -> whether the pipeline gives its scheduler the levels 1, (n - 1) / n, ... 1 / n before the shift
     given_levels: Callable[[Path], bool] = lambda folder: False
     # (folder, scale w of uncond + w (cond - uncond), settings) -> the arguments of the pipeline's call that guide so
-    guidance: Callable[[Path, float, EncoderConfig], Mapping[str, float]] = guided_by_scale
+    guidance: Callable[[Path, float, EncoderConfig], Mapping[str, float]] = lambda folder, w, config: {
+        "guidance_scale": w
+    }
     # folder -> the recipe for models that no recipe was made for, and the size of videos that its pipeline names
     general_recipe: Callable[[Path], tuple[str, Mapping[str, int]]] = lambda folder: ("", {})
     # (folder, (frames, height, width) in pixels) -> what was learned about the pipeline, in words; "": nothing

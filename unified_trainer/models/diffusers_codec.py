@@ -1,13 +1,11 @@
 """A text encoder of transformers and a VAE of diffusers as a codec: caches, padding, offload and normalisation."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-import transformers
 from diffusers import ModelMixin
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -18,18 +16,18 @@ from unified_trainer.basics.types import DTYPES, Condition, Latents, Video
 from unified_trainer.models.base import Prompt
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.folder import check_described, fingerprint, load_strictly, outline, read_tokenizer
+from unified_trainer.models.frozen_codec import FrozenCodec
 from unified_trainer.models.frozen_network import FrozenNetwork, channels_last
 from unified_trainer.models.layout import reading_config
 from unified_trainer.models.prompt_embeddings import PromptEmbeddings
 from unified_trainer.models.prompt_lengths import Cut, cut_by
-from unified_trainer.models.prompt_tensors import Shapes, difference, stack
+from unified_trainer.models.prompt_tensors import Shapes, stack
 from unified_trainer.parallel.device import rounds_products
-from unified_trainer.parallel.mesh import Mesh
 
 DecodeNext = Callable[[Any, Latents], Video]  # (VAE, latents of the next chunk in its own units) -> video in [-1, 1]
 
 
-class DiffusersCodec:
+class DiffusersCodec(FrozenCodec):
     """Base of the codecs of a family: one text encoder and one VAE, both frozen.
 
     A family sets `name`, the classes and `text_schema`, and defines `embed` and `latent_shape`; the other functions
@@ -103,10 +101,6 @@ class DiffusersCodec:
         """Return a text encoder's name of a weight that its files call `key`."""
         return key
 
-    def cleaned(self, prompt: str) -> str:
-        """Return a prompt as it is encoded; prompts that are equal here have one embedding."""
-        return prompt
-
     def embed(self, encoder: Any, prompt: str) -> Float[Tensor, "n d"]:
         """Return the embedding of a cleaned prompt, without padding: at most `text_tokens` rows."""
         raise NotImplementedError
@@ -148,10 +142,6 @@ class DiffusersCodec:
         """Let the VAE work in tiles of `size` pixels a side that overlap by a quarter."""
         vae.enable_tiling(size, size, size * 3 // 4, size * 3 // 4)
 
-    def encoded(self, vae: Any, video: Video) -> Latents:
-        """Return the posterior's mean of a video in [-1, 1], in the VAE's own units."""
-        return vae.encode(video).latent_dist.mean
-
     @classmethod
     def decoded(cls, vae: Any, raw: Latents) -> Video:
         """Return the video in [-1, 1] of latents in the VAE's own units."""
@@ -172,32 +162,12 @@ class DiffusersCodec:
     def video_fingerprint(self) -> str:
         return f"{self.name} {self._vae_settings} {fingerprint(self.folder / 'vae')}"
 
-    def prompts(self, prompts: Sequence[str]) -> list[Prompt]:
-        return self._embeddings.rows([self.cleaned(prompt) for prompt in prompts])
-
     def cut(self, prompts: Sequence[str]) -> Cut:
         return cut_by(self._tokenizer, self.text_tokens, [self.cleaned(prompt) for prompt in prompts])
-
-    def remember(self, prompt: str, tensors: Prompt) -> None:
-        self._embeddings.store(self.cleaned(prompt), tensors)
-
-    def encode_text(self, prompts: Sequence[str]) -> Condition:
-        return self.text_condition(self.prompts(prompts))
 
     def text_condition(self, prompts: Sequence[Prompt]) -> Condition:
         text = stack(prompts, self.text_shapes)["text"]
         return Condition(self.named(text)).map(lambda x: x.to(self._device, non_blocking=True))
-
-    def text_difference(self, prompt: str, tensors: Prompt) -> float:
-        return difference(self.prompts([prompt])[0], tensors)
-
-    def encode_ahead(self, prompts: Sequence[str], mesh: Mesh) -> str:
-        distinct = list(dict.fromkeys(self.cleaned(prompt) for prompt in prompts))
-        counts = self._embeddings.encode_ahead(distinct, mesh)
-        self._text_encoder.free()
-        said = f"text encoder: {len(distinct)} distinct prompts, {counts.found} encoded before, {counts.encoded} now"
-        rest = f"{counts.left} when they are drawn" if counts.left else "not in memory"
-        return f"{said}, {rest}; embeddings in {self._embeddings.place}"
 
     @torch.no_grad()
     def _embed(self, prompts: Sequence[str]) -> Generator[Prompt, None, None]:
@@ -206,18 +176,10 @@ class DiffusersCodec:
             for prompt in prompts:
                 yield {"text": self.embed(encoder, prompt).cpu()}
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        with self._vae.in_use():
-            yield
-
-    def encode(self, video: Video) -> Latents:
-        return self.normalise(self.encode_raw(video))
-
     @torch.no_grad()
     def encode_raw(self, video: Video) -> Latents:
         with self._vae.in_use() as vae:
-            return self.encoded(vae, (video.to(self._device) * 2 - 1).to(vae.dtype)).float()
+            return vae.encode((video.to(self._device) * 2 - 1).to(vae.dtype)).latent_dist.mean.float()
 
     def normalise(self, raw: Latents) -> Latents:
         return (raw.to(self._mean) - self._mean) / self._std
@@ -243,10 +205,5 @@ class DiffusersCodec:
     def _text_parts(self) -> list[Path]:
         return [self.folder / name for name in ("text_encoder", "tokenizer")]
 
-    def _identity(self) -> str:
-        """Return what the embeddings of a prompt depend on: names, sizes and times of files, and library versions."""
-        files = [file for part in self._text_parts() for file in part.rglob("*") if file.is_file()]
-        facts = [
-            (str(file.relative_to(self.folder)), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)
-        ]
-        return f"torch {torch.__version__}, transformers {transformers.__version__}, {facts}"
+    def _free_text(self) -> None:
+        self._text_encoder.free()

@@ -21,6 +21,11 @@ from unified_trainer.parallel.fsdp import without_forward_prefetch
 from unified_trainer.parallel.mesh import Mesh
 
 
+def widen(_norm: nn.RMSNorm, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    """Widen the input to float32, as the weight is: of a bf16 one torch makes several kernels, and rounds twice."""
+    return (inputs[0].float(),)
+
+
 class DiffusersModel:
     """Base of the models of a family whose networks are diffusers classes.
 

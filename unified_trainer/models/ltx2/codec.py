@@ -134,10 +134,9 @@ class Ltx2Codec(DiffusersCodec):
         with self._connectors.in_use():
             yield from super()._embed(prompts)
 
-    def encode_ahead(self, prompts: Sequence[str], mesh: Mesh) -> str:
-        said = super().encode_ahead(prompts, mesh)
+    def _free_text(self) -> None:
+        super()._free_text()
         self._connectors.free()
-        return said
 
     def named(self, text: Float[Tensor, "b n d"]) -> dict[str, Tensor]:
         widths = transformer_config(self.folder).text_widths

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from unified_trainer.basics.types import Condition, Latents, PerSample
 from unified_trainer.models.base import Shape
-from unified_trainer.models.diffusers_model import DiffusersModel
+from unified_trainer.models.diffusers_model import DiffusersModel, widen
 from unified_trainer.models.ltx2.configs import Ltx2TransformerConfig
 from unified_trainer.models.ltx2.layout import FPS, Parts, joined, parts, with_sound
-from unified_trainer.models.pipeline.attention import widen
 
 SMALLEST = 1e-6  # noise level by which the rest is divided at least
 

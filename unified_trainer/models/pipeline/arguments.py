@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from unified_trainer.models.pipeline.calls import SHORT, CallRecord, Pipeline, ProbeError
 from unified_trainer.models.pipeline.latents import FoundLatents
 from unified_trainer.models.pipeline.values import Size, differ, made_of, nested, of_tensors, rows_of, stacked
+from unified_trainer.models.prompt_tensors import Shapes
 
+ROWS = " rows"  # behind the name of a padded argument: how many of its rows a prompt has
 LONG = 'a red circle and a blue square above the words "moving left", ' * 100  # longer than any pipeline takes
 
 
@@ -36,6 +38,12 @@ class FoundArguments:
     counted: tuple[str, ...] | None  # set: each sample is called alone, with so many items of these as its prompt
     constants: Mapping[str, Any]  # all other arguments
     replicated: tuple[str, ...]  # those of them that have a row, or an item, for each sample
+
+    @property
+    def text_shapes(self) -> Shapes:
+        """The largest shapes of the tensors of a prompt."""
+        shapes: dict[str, tuple[int, ...]] = {name: argument.shape for name, argument in self.text.items()}
+        return shapes | {name + ROWS: () for name, argument in self.text.items() if argument.listed}
 
     @classmethod
     def of(
@@ -110,7 +118,7 @@ class FoundArguments:
             tuple(n for n in parts if from_image and any(differ(first[x], answers[n].get(x)) for x in from_image)),
             len(prompts) > 1,
             tuple(sorted(counted)) if alone else None,
-            {name: value[:1] if name in replicated else value for name, value in fixed.items()},
+            {n: value[:1] if n in replicated else value for n, value in fixed.items() if n != "return_dict"},
             replicated,
         )
 

@@ -16,10 +16,11 @@ from unified_trainer.models.pipeline.vae import decoded, fix, tile
 
 
 @dataclass(frozen=True)
-class PipelineNetwork:
-    """Makes models of the networks of a folder."""
+class PipelineParts:
+    """Makes models of the networks of a folder, and runs its VAE."""
 
     folder: Path
+    causal = False
 
     @property
     def network_class(self) -> Any:
@@ -27,14 +28,6 @@ class PipelineNetwork:
 
     def __call__(self, network: Any) -> PipelineModel:
         return PipelineModel(network, None, known(self.folder))
-
-
-@dataclass(frozen=True)
-class PipelineVAE:
-    """Lays out and runs the VAE of a folder."""
-
-    folder: Path
-    causal = False
 
     @property
     def vae_class(self) -> Any:
@@ -51,13 +44,12 @@ class PipelineVAE:
         return decoded(vae, raw, known(self.folder).any().latents)
 
     def tile(self, vae: Any, size: int) -> None:
-        facts = known(self.folder).any()
-        tile(vae, size, facts.size[1] // facts.latents.shape[2])
+        tile(vae, size, known(self.folder).any().pixels)
 
 
 def blueprint(folder: Path) -> Blueprint:
     """Return the parts of a folder."""
-    facts, pipeline = known(folder).any(), known(folder).pipeline
+    facts, pipeline, parts = known(folder).any(), known(folder).pipeline, PipelineParts(folder)
 
     def encode_flops() -> float:
         """Count the products of linear layers while the longest prompt is encoded, without attention scores."""
@@ -66,11 +58,9 @@ def blueprint(folder: Path) -> Blueprint:
         def note(layer: nn.Linear, inputs: tuple[Tensor], _output: Tensor) -> None:
             seen.append(2 * inputs[0].numel() // layer.in_features * layer.weight.numel())
 
-        parts = [part for name, part in pipeline.pipe.components.items() if name not in (*NETWORKS, "vae")]
-        layers = [
-            m for part in parts if isinstance(part, nn.Module) for m in part.modules() if isinstance(m, nn.Linear)
-        ]
-        hooks = [layer.register_forward_hook(note) for layer in layers]
+        encoders = [part for name, part in pipeline.pipe.components.items() if name not in (*NETWORKS, "vae")]
+        modules = [module for part in encoders if isinstance(part, nn.Module) for module in part.modules()]
+        hooks = [module.register_forward_hook(note) for module in modules if isinstance(module, nn.Linear)]
         try:
             with pipeline.memory.every_layer():
                 pipeline.call([LONG], facts.size, Picture.new("RGB", facts.size[:0:-1]), stop=True)
@@ -79,5 +69,4 @@ def blueprint(folder: Path) -> Blueprint:
                 hook.remove()
         return float(sum(seen))
 
-    shapes = {name: argument.shape for name, argument in facts.arguments.text.items()}
-    return Blueprint(PipelineNetwork(folder), PipelineVAE(folder), shapes, encode_flops)
+    return Blueprint(parts, parts, facts.arguments.text_shapes, encode_flops)

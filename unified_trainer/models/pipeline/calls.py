@@ -24,11 +24,8 @@ SHORT = "a cat"
 STEPS = 4  # of a call: enough to tell a line from a curve
 OFF = {"guidance_scale": 1.0, "true_cfg_scale": 1.0, "guidance_rescale": 0.0, "stg_scale": 0.0}
 OFF |= {"use_resolution_binning": False, "_auto_resize": False}  # the size is what was asked for
-OFF |= {
-    "enable_prompt_rewrite": False,
-    "use_pe": False,
-    "sample_audio": False,
-}  # other prompts, written by chance; sound
+OFF |= {"enable_prompt_rewrite": False, "use_pe": False}  # prompts of its own, written by chance
+OFF |= {"sample_audio": False}
 SIZES = {"num_frames": 0, "frames": 0, "height": 1, "width": 2}  # arguments of the call, and their place in a size
 IMAGES = ("image", "control_image")  # arguments of the call that may be a sample's condition image
 
@@ -92,6 +89,7 @@ class Pipeline:
     def __init__(self, folder: Path, pipe: Any, networks: Sequence[str], memory: WithoutMemory) -> None:
         self.folder, self.pipe, self.networks, self.memory = folder, pipe, networks, memory
         self.names = inspect.signature(type(pipe).__call__).parameters
+        self.makes_videos = bool({"num_frames", "frames"} & self.names.keys())
         self.no_guidance = {name: value for name, value in OFF.items() if name in self.names}
         self.image = next((name for name in IMAGES if name in self.names), "")
         self.takes_image = bool(self.image) and self.names[self.image].default is inspect.Parameter.empty
@@ -195,7 +193,7 @@ class Pipeline:
 
         levels.__signature__ = inspect.signature(set_timesteps)  # type: ignore[attr-defined]  # pipelines look at it
         changed = [(scheduler, "step", step), (scheduler, "set_timesteps", levels)]
-        changed += [(network, "forward", watched(network)) for network in self._networks()]
+        changed += [(one, "forward", watched(one)) for one in map(self.pipe.components.get, self.networks)]
         changed += [(vae, "decode", decode)] if latents is not None else []
         chooser = "calculate_default_height_width"  # of a size beside the one that was asked for
         if chooser in dir(processor := vars(self.pipe).get("video_processor")):
@@ -211,6 +209,3 @@ class Pipeline:
                     del vars(owner)[name]
                 else:
                     vars(owner)[name] = value
-
-    def _networks(self) -> list[nn.Module]:
-        return [self.pipe.components[name] for name in self.networks]

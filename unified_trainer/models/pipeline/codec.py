@@ -1,9 +1,9 @@
-"""Text encoders and VAE of any pipeline as a codec: prompts are encoded by the pipeline's own call."""
+"""Text encoders and VAE of any pipeline as a codec: the pipeline's own call encodes prompts, alone or with an image."""
 
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,38 +15,39 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.requests import Image
+from unified_trainer.basics.requests import Image, Request
 from unified_trainer.basics.types import DTYPES, Condition, Latents, Video
 from unified_trainer.models.base import Prompt, Shape
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.folder import fingerprint, no_progress_bar, read_pretrained, read_tokenizer
+from unified_trainer.models.frozen_codec import FrozenCodec
 from unified_trainer.models.frozen_network import FrozenNetwork, channels_last
 from unified_trainer.models.image_tensors import ImageTensors
-from unified_trainer.models.pipeline.arguments import LONG
+from unified_trainer.models.pipeline.arguments import LONG, ROWS
 from unified_trainer.models.pipeline.calls import SHORT, Pipeline
 from unified_trainer.models.pipeline.facts import Facts
 from unified_trainer.models.pipeline.known import known
 from unified_trainer.models.pipeline.latents import KNOWN
-from unified_trainer.models.pipeline.model import ROWS
 from unified_trainer.models.pipeline.opening import NETWORKS, component_classes
 from unified_trainer.models.pipeline.vae import decoded, fix, tile
 from unified_trainer.models.pipeline.values import differ
 from unified_trainer.models.prompt_embeddings import PromptEmbeddings
 from unified_trainer.models.prompt_lengths import Cut, cut_by
-from unified_trainer.models.prompt_tensors import Shapes, difference, stack
+from unified_trainer.models.prompt_tensors import stack
 from unified_trainer.parallel.device import rounds_products
 from unified_trainer.parallel.mesh import Mesh
 
 IMAGE_PARTS = ("vae", "image_encoder")  # components that encode no prompts
 
 
-class PipelineCodec:
+class PipelineCodec(FrozenCodec):
     """The frozen components of a pipeline folder. A prompt's tensors are the network's arguments that follow from it.
 
     The pipeline is called up to its network, each prompt alone, or beside a long one where only then it pads.
     """
 
     causal = False
+    libraries = (torch, transformers, diffusers)
 
     def __init__(self, folder: Path, device: torch.device, config: EncoderConfig) -> None:
         """Open a folder, of which no weight is read yet; UserError for settings that a pipeline does not take."""
@@ -55,19 +56,11 @@ class PipelineCodec:
         parts, self._config = component_classes(folder), config
         self._names = {name for name in parts if name not in (*NETWORKS, "vae", "scheduler")}
         networks = {name: kind for name, kind in parts.items() if issubclass(kind, nn.Module) and name not in NETWORKS}
-        dtypes = {name: DTYPES[config.text_precision] for name in networks} | {"vae": DTYPES[config.vae_precision]}
-
-        def reading(name: str) -> Callable[[], nn.Module]:
-            def read() -> nn.Module:
-                network = read_whole(networks[name], folder / name, dtypes[name])
-                return self._prepared(network) if name == "vae" else network
-
-            return read
-
         self._parts = {
-            name: FrozenNetwork(reading(name), device, offload=config.offload, pinned=name == "vae")
-            for name in networks
+            name: FrozenNetwork(partial(self._read, name, kind), device, offload=config.offload, pinned=name == "vae")
+            for name, kind in networks.items()
         }
+        self._vae = self._parts["vae"]
         self._settings = f"{config.text_precision} {config.vae_precision}"
         self._tiles = f" tiles {config.vae_tile}" if config.vae_tile else ""
         self._guidance = config.embedded_guidance
@@ -75,29 +68,33 @@ class PipelineCodec:
             raise UserError(f"encoders.embedded_guidance: the network of {folder} takes no guidance; leave it out")
         if self._guidance is None and self._facts.guidance:
             self._guidance = float(self._known.pipeline.names["guidance_scale"].default)
-        self.text_shapes = text_shapes(self._facts)
+        self.text_shapes = self._facts.arguments.text_shapes
         tf32 = rounds_products() and config.text_precision == "fp32"
         encoder = f"{self._identity()} {config.text_precision} {device.type} {tf32} {self.text_shapes}"
         self._embeddings = PromptEmbeddings(self._embed, encoder, self.text_shapes, config)
         self._images = ImageTensors(config)
 
-    def _prepared(self, vae: Any) -> nn.Module:
-        fix(vae)
-        if self._config.vae_tile:
-            tile(vae, self._config.vae_tile, self._facts.size[1] // self._facts.latents.shape[2])
-        return channels_last(vae) if self._config.vae_channels_last else vae
+    def _read(self, name: str, kind: Any) -> nn.Module:
+        config = self._config
+        precision = config.vae_precision if name == "vae" else config.text_precision
+        network = read_whole(kind, self.folder / name, DTYPES[precision])
+        if name != "vae":
+            return network
+        fix(network)
+        if config.vae_tile:
+            tile(network, config.vae_tile, self._facts.pixels)
+        return channels_last(network) if config.vae_channels_last else network
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, config: EncoderConfig) -> Self:
         """Open a folder and read the VAE; other networks are read when they are first used."""
         codec = cls(folder, device, config)
-        codec._parts["vae"].load()
+        codec._vae.load()
         return codec
 
     @cached_property
     def text_fingerprint(self) -> str:
-        files = fingerprint(*(self.folder / name for name in sorted(self._names)))
-        return f"{self._facts.pipeline} {self._settings} {files}"
+        return f"{self._facts.pipeline} {self._settings} {fingerprint(*self._text_parts())}"
 
     @cached_property
     def video_fingerprint(self) -> str:
@@ -108,9 +105,6 @@ class PipelineCodec:
 
     # Prompts
 
-    def prompts(self, prompts: Sequence[str]) -> list[Prompt]:
-        return self._embeddings.rows(prompts)
-
     def cut(self, prompts: Sequence[str]) -> Cut:
         """Compare with the tokenizer that reads most: others, such as CLIP's beside T5, cut the same text earlier."""
         rows = max(shape[0] for shape in self.text_shapes.values() if len(shape) > 1)
@@ -118,12 +112,6 @@ class PipelineCodec:
         read = [read_tokenizer(AutoTokenizer, self.folder / name) for name in names]
         cuts = [cut_by(tokenizer, int(min(tokenizer.model_max_length, rows)), prompts) for tokenizer in read]
         return max(cuts, key=lambda cut: cut[0], default=(rows, []))
-
-    def remember(self, prompt: str, tensors: Prompt) -> None:
-        self._embeddings.store(prompt, tensors)
-
-    def encode_text(self, prompts: Sequence[str]) -> Condition:
-        return self.text_condition(self.prompts(prompts))
 
     def text_condition(self, prompts: Sequence[Prompt]) -> Condition:
         return self._text_condition(stack(prompts, self.text_shapes))
@@ -136,21 +124,9 @@ class PipelineCodec:
             )
         return Condition(tensors).map(lambda x: x.to(self._device, non_blocking=True))
 
-    def text_difference(self, prompt: str, tensors: Prompt) -> float:
-        return difference(self.prompts([prompt])[0], tensors)
-
-    def encode_ahead(self, prompts: Sequence[str], mesh: Mesh) -> str:
-        distinct = list(dict.fromkeys(prompts))
-        counts = self._embeddings.encode_ahead(distinct, mesh)
-        for name in self._text_parts():
-            self._parts[name].free()
-        said = f"text encoder: {len(distinct)} distinct prompts, {counts.found} encoded before, {counts.encoded} now"
-        rest = f"{counts.left} when they are drawn" if counts.left else "not in memory"
-        return f"{said}, {rest}; embeddings in {self._embeddings.place}"
-
     def _embed(self, prompts: Sequence[str]) -> Generator[Prompt, None, None]:
         black = Picture.new("RGB", (self._facts.size[2], self._facts.size[1]))
-        with self._calling(self._text_parts()) as pipeline:
+        with self._calling(self._text_networks()) as pipeline:
             for prompt in prompts:
                 yield self._row(pipeline, self._facts, prompt, black)
 
@@ -172,8 +148,7 @@ class PipelineCodec:
         """Raise UserError if this prompt changes an argument that was learned to follow from no prompt."""
         arguments = facts.arguments
         for name in {*given, *arguments.constants} - {
-            facts.time.name,
-            facts.guidance,
+            *("return_dict", facts.time.name, facts.guidance),
             *arguments.text,
             *arguments.images,
         }:
@@ -207,18 +182,10 @@ class PipelineCodec:
 
     # Latents
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        with self._parts["vae"].in_use():
-            yield
-
-    def encode(self, video: Video) -> Latents:
-        return self.normalise(self.encode_raw(video))
-
     @torch.no_grad()
     def encode_raw(self, video: Video) -> Latents:
         pixels = video.to(self._device) * 2 - 1
-        with self._parts["vae"].in_use() as vae:
+        with self._vae.in_use() as vae:
             pixels = (pixels[:, :, 0] if self._facts.latents.flat else pixels).to(vae.dtype)
             held = [vae.encode(rows, return_dict=False)[0] for rows in self._slices(pixels)]
             raw = torch.cat([x if isinstance(x, Tensor) else x.mean for x in held]).float()
@@ -237,7 +204,7 @@ class PipelineCodec:
 
     def decode(self, latents: Latents) -> Video:
         found, raw = self._of(latents).latents, self.raw(latents)
-        with self._parts["vae"].in_use() as vae:
+        with self._vae.in_use() as vae:
             video = torch.cat([decoded(vae, rows, found) for rows in self._slices(raw)])
         return (video.float() / 2 + 0.5).clamp(0, 1)
 
@@ -249,8 +216,15 @@ class PipelineCodec:
 
     # Components
 
-    def _text_parts(self) -> list[str]:
+    def _text_parts(self) -> list[Path]:
+        return [self.folder / name for name in sorted(self._names)]
+
+    def _text_networks(self) -> list[str]:
         return [name for name in self._parts if name not in IMAGE_PARTS]
+
+    def _free_text(self) -> None:
+        for name in self._text_networks():
+            self._parts[name].free()
 
     @contextmanager
     def _calling(self, names: Sequence[str]) -> Iterator[Any]:
@@ -260,22 +234,37 @@ class PipelineCodec:
             uses.enter_context(self._known.pipeline.using(parts, self._device))
             yield self._known.pipeline
 
-    def _identity(self) -> str:
-        """Return what the tensors of a prompt depend on: names, sizes and times of files, and library versions."""
-        files = [
-            file for name in sorted(self._names) for file in sorted((self.folder / name).rglob("*")) if file.is_file()
+
+class JointCodec(PipelineCodec):
+    """A `PipelineCodec` that encodes each prompt with the image of its sample when both are drawn."""
+
+    def encode_requests(self, requests: Sequence[Request], latent_shape: Shape) -> Condition:
+        """Return the conditions of requests; the tensors of the last ones are kept in memory."""
+        facts = self._known.of_shape(latent_shape)
+        if any(len(request.images) != 1 for request in requests):
+            raise UserError(f"{self.folder}: {facts.pipeline} needs a condition image for each prompt")
+        rows = [
+            self._images.get((request.identity, *latent_shape), partial(self._together, request, latent_shape))
+            for request in requests
         ]
-        facts = [(str(file.relative_to(self.folder)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        versions = (
-            f"torch {torch.__version__}, transformers {transformers.__version__}, diffusers {diffusers.__version__}"
+        text = self._text_condition(stack(rows, facts.arguments.text_shapes))
+        if not facts.arguments.images:
+            return text
+        return text.updated(self.encode_images([request.images for request in requests], latent_shape))
+
+    def _together(self, request: Request, latent_shape: Shape) -> dict[str, Tensor]:
+        facts = self._known.of_shape(latent_shape)
+        with self._calling(self._text_networks()) as pipeline:
+            return self._row(pipeline, facts, request.text, request.images[0].picture(*facts.size[1:]))
+
+    def prompts(self, prompts: Sequence[str]) -> list[Prompt]:
+        raise UserError(
+            f"{self.folder}: {self._facts.pipeline} encodes a prompt together with its image, so that prompts alone "
+            "cannot be encoded or stored"
         )
-        return f"{versions}, {facts}"
 
-
-def text_shapes(facts: Facts) -> Shapes:
-    """Return the largest shapes of the tensors of a prompt."""
-    shapes: dict[str, tuple[int, ...]] = {name: argument.shape for name, argument in facts.arguments.text.items()}
-    return shapes | {name + ROWS: () for name, argument in facts.arguments.text.items() if argument.listed}
+    def encode_ahead(self, prompts: Sequence[str], mesh: Mesh) -> str:
+        return "text encoder: each prompt is encoded with its image, when it is drawn"
 
 
 def read_whole(kind: Any, folder: Path, dtype: torch.dtype) -> nn.Module:

@@ -46,7 +46,6 @@ class Facts:
     guidance: str  # the argument of guidance that is embedded in the network; "": none
     guidance_factor: float
     rule: Rule  # of guidance
-    more_guidance: float  # by how much our guidance scale is larger than the pipeline's
     tokens: FoundTokens  # of the middle block
     no_guidance: Mapping[str, float]  # arguments of the call that turn guidance off
 
@@ -54,6 +53,11 @@ class Facts:
     def latents_hold_image(self) -> bool:
         """Whether the first latent frames of a clip are all that the network is given of a condition image."""
         return self.arguments.images.keys() == {KNOWN} and self.latents.known_encoded
+
+    @property
+    def pixels(self) -> int:
+        """The pixels of a latent along a side."""
+        return self.size[1] // self.latents.shape[2]
 
     def __str__(self) -> str:
         """Return the facts in words."""
@@ -71,12 +75,5 @@ class Facts:
         ]
         parts += [f"image: {', '.join(self.arguments.images)}"] if self.arguments.images else []
         parts += [f"guidance in the network: {self.guidance}"] if self.guidance else []
-        parts += [f"guidance scale: the pipeline's + {self.more_guidance:g}"] if self.more_guidance else []
-        parts += [RULES[self.rule]] if self.rule in RULES else []
-        return "; ".join(parts)
-
-
-RULES = {
-    "norm": "guidance keeps the norm of the conditional velocity",
-    "unknown": "guidance: the pipeline has a rule of its own, and uncond + w (cond - uncond) is used",
-}
+        parts += [f"guidance scale: the pipeline's + {self.rule.more:g}"] if self.rule.more else []
+        return "; ".join(filter(None, [*parts, str(self.rule)]))

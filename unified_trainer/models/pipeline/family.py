@@ -12,8 +12,7 @@ from unified_trainer.models.base import Family, Shape
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.pipeline.blueprint import blueprint
 from unified_trainer.models.pipeline.calls import SIZES
-from unified_trainer.models.pipeline.codec import PipelineCodec
-from unified_trainer.models.pipeline.joint import JointCodec
+from unified_trainer.models.pipeline.codec import JointCodec, PipelineCodec
 from unified_trainer.models.pipeline.known import known
 from unified_trainer.models.pipeline.model import PipelineModel
 from unified_trainer.models.pipeline.sequence import heads_of
@@ -56,7 +55,7 @@ def guidance(folder: Path, scale: float, config: EncoderConfig) -> Mapping[str, 
     if facts.guidance:  # the scale of the call is the one in the network
         del given["guidance_scale"]
         given |= {} if config.embedded_guidance is None else {"guidance_scale": config.embedded_guidance}
-    return given | ({own: scale - facts.more_guidance} if own in given else {})
+    return given | ({own: scale - facts.rule.more} if own in given else {})
 
 
 def general_recipe(folder: Path) -> tuple[str, Mapping[str, int]]:
@@ -68,8 +67,7 @@ def general_recipe(folder: Path) -> tuple[str, Mapping[str, int]]:
     for name in SIZES.keys() & pipeline.names.keys():
         given = pipeline.names[name].default
         size |= {"frames" if name == "num_frames" else name: given} if isinstance(given, int) else {}
-    videos = bool({"num_frames", "frames"} & pipeline.names.keys())
-    return "general-videos" if videos else "general-images", size
+    return "general-videos" if pipeline.makes_videos else "general-images", size
 
 
 def pipeline_family(name: str) -> Family:

@@ -1,50 +1,64 @@
 """The rule by which a pipeline guides: what its scheduler is given, compared with rules that are known."""
 
+import math
+from dataclasses import dataclass
 from itertools import permutations
 from typing import Any, Literal
 
+from diffusers.guiders import AdaptiveProjectedGuidance, ClassifierFreeGuidance
 from PIL import Image as Picture
 from torch import Tensor
+from torch.nn.functional import normalize
 
-from unified_trainer.models.pipeline.calls import CallRecord, Pipeline
+from unified_trainer.basics.types import Latents, PerFrame, PerSample
+from unified_trainer.models.pipeline.calls import SHORT, CallRecord, Pipeline
 from unified_trainer.models.pipeline.latents import FoundLatents
 from unified_trainer.models.pipeline.values import Place, Size, part, same, stacked
-
-Rule = Literal["plain", "norm", "unknown"]  # norm: each token, or row, keeps the norm of the conditional velocity
+from unified_trainer.numerics.flow import guide
 
 SCALE = 3.0
 NEGATIVE = "of another length than the prompt, because a tokenizer may not know any of the words"
+# what an AdaptiveProjectedGuidance has whose steps do not depend on each other
+STEADY: dict[str, Any] = {"start": 0.0, "stop": 1.0, "guidance_rescale": 0.0, "use_original_formulation": False}
+STEADY |= {"adaptive_projected_guidance_momentum": None, "adaptive_projected_guidance_norm_dim": None}
 
 
-def rule_of(
-    pipeline: Pipeline,
-    prompt: str,
-    size: Size,
-    image: Picture.Image,
-    latents: FoundLatents,
-    *,
-    sign: float,
-    output: Place | None,
-) -> tuple[Rule, float]:
-    """Return the rule, and by how much our scale is larger than the pipeline's.
+@dataclass(frozen=True)
+class Rule:
+    """A rule of guidance, whose scale w is that of uncond + w (cond - uncond)."""
 
-    Ours is w of uncond + w (cond - uncond); pipelines that write cond + s (cond - uncond) have s = w - 1.
-    """
-    seen = _guided(pipeline, prompt, size, image)
-    each = len(seen.inputs) // len(seen.steps)  # calls of the network in a step
-    made = [part(stacked(x), output).double() * sign for x in seen.outputs[:each]]
-    given = latents.of_given(stacked(seen.steps[0][0]).double())
-    passes = [x.reshape(1, *latents.native) for each_call in made for x in each_call]
-    if len(passes) == 1:
-        return "plain", 0.0  # it has no guidance by two passes
-    for cond, uncond in permutations(passes[:2], 2):
-        for more in (0.0, 1.0):
-            guided = uncond + (SCALE + more) * (cond - uncond)
-            if same(latents.of_step(guided), given):
-                return "plain", more
-            if same(latents.of_step(with_norm(guided, cond)), given):
-                return "norm", more
-    return "unknown", 0.0
+    kind: Literal["plain", "norm", "projected", "unknown"]  # norm: each token, or row, keeps that of cond
+    more: float = 0.0  # by how much w is larger than the pipeline's scale: some write cond + s (cond - uncond)
+    eta: float = 1.0  # projected: the factor of the part of cond - uncond that is parallel to cond
+    longest: float = math.inf  # projected: the largest norm of cond - uncond
+    guider: str = "the pipeline"  # unknown: what has it
+
+    def __str__(self) -> str:
+        """Return what is to be said of it; "" for plain guidance."""
+        words = {
+            "norm": "guidance keeps the norm of the conditional velocity",
+            "projected": "guidance is projected",
+            "unknown": f"guidance: {self.guider} has a rule of its own, and uncond + w (cond - uncond) is used",
+        }
+        return words.get(self.kind, "")
+
+    def guided(
+        self, cond: Latents, uncond: Latents, guidance_scale: float | PerSample | PerFrame, latents: FoundLatents
+    ) -> Latents:
+        """Return the guided velocity."""
+        if self.kind == "projected":
+            cond = uncond + projected(cond - uncond, cond, self.eta, self.longest)
+        guided = guide(cond, uncond, guidance_scale)
+        if self.kind == "norm":
+            guided = latents.ours(with_norm(latents.packed(guided), latents.packed(cond)))
+        return guided
+
+
+def projected(change: Tensor, cond: Tensor, eta: float, longest: float) -> Tensor:
+    """Return cond - uncond, cut to a norm, with its part parallel to cond times eta (arXiv:2410.02416, 3.2)."""
+    change, along = change.flatten(1), normalize(cond.flatten(1), dim=1)
+    change = change * (longest / change.norm(dim=1, keepdim=True)).clamp(max=1)
+    return (change + (eta - 1) * (change * along).sum(1, keepdim=True) * along).reshape(cond.shape)
 
 
 def with_norm(guided: Tensor, cond: Tensor) -> Tensor:
@@ -52,7 +66,35 @@ def with_norm(guided: Tensor, cond: Tensor) -> Tensor:
     return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
 
 
-def _guided(pipeline: Pipeline, prompt: str, size: Size, image: Picture.Image) -> CallRecord:
+def rule_of(
+    pipeline: Pipeline, size: Size, image: Picture.Image, latents: FoundLatents, *, sign: float, output: Place | None
+) -> Rule:
+    """Return the rule with which a guided call agrees in its first step."""
+    guider = pipeline.pipe.components.get("guider")
+    seen = _guided(pipeline, size, image)
+    each = len(seen.inputs) // len(seen.steps)  # calls of the network in a step
+    made = [part(stacked(x), output).double() * sign for x in seen.outputs[:each]]
+    given = latents.of_given(stacked(seen.steps[0][0]).double())
+    passes = [latents.ours(x.reshape(1, *latents.native)) for each_call in made for x in each_call]
+    if len(passes) == 1:
+        return Rule("plain")  # it has no guidance by two passes
+    rules = [Rule("plain"), Rule("plain", more=1.0), Rule("norm"), Rule("norm", more=1.0)]
+    if isinstance(guider, AdaptiveProjectedGuidance):
+        config = dict(guider.config)
+        known = STEADY.items() <= config.items()
+        limit = config["adaptive_projected_guidance_rescale"] or math.inf
+        rules = [Rule("projected", eta=config["eta"], longest=limit)] if known else []
+    elif guider is not None and not isinstance(guider, ClassifierFreeGuidance):
+        rules = []  # it may change from step to step
+    for rule in rules:
+        for cond, uncond in permutations(passes[:2], 2):
+            guided = rule.guided(cond, uncond, SCALE + rule.more, latents)
+            if same(latents.of_step(latents.packed(guided)), given):
+                return rule
+    return Rule("unknown") if guider is None else Rule("unknown", guider=type(guider).__name__)
+
+
+def _guided(pipeline: Pipeline, size: Size, image: Picture.Image) -> CallRecord:
     """Call the pipeline with guidance."""
     options: dict[str, Any] = {"negative_prompt": NEGATIVE} if "negative_prompt" in pipeline.names else {}
     guider = pipeline.pipe.components.get("guider")
@@ -62,7 +104,7 @@ def _guided(pipeline: Pipeline, prompt: str, size: Size, image: Picture.Image) -
     if scale:
         options[scale] = SCALE
     try:
-        return pipeline.call([prompt], size, image, **options)
+        return pipeline.call([SHORT], size, image, **options)
     finally:
         if guider is not None:
             pipeline.pipe.guider = guider

@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.5's transformer (arXiv:2511.18870) with masks in place of sorted tokens.
+"""HunyuanVideo 1.5's transformer (arXiv:2511.18870) with masks of keys in place of sorted tokens and masks of pairs.
 
 Its own forward reads which tokens are masked, which waits for the device in each pass, and moves them behind the
 others. Text and image have no positions: masks alone give the same velocities.
@@ -8,21 +8,30 @@ from functools import partial
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
-from jaxtyping import Float
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.attention_processor import Attention
+from diffusers.models.embeddings import apply_rotary_emb
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Latents
 
 
 def with_masks(network: HunyuanVideo15Transformer3DModel) -> None:
-    """Let a network run by `forward`; UserError for one that reads where each step ends, which no pipeline says."""
+    """Let a network run by `forward` and attend by `KeyMasked`.
+
+    UserError for one that reads where each step ends, which no pipeline says.
+    """
     if network.config.use_meanflow:
         raise UserError(
             "transformer/config.json: use_meanflow is true: this network was distilled to few steps and reads where "
             "each step ends, which the methods do not tell it; take one that was not"
         )
     network.forward = partial(forward, network)
+    for block in network.transformer_blocks:
+        block.attn.processor = KeyMasked()
 
 
 def forward(
@@ -63,3 +72,34 @@ def refined(embedder: nn.Module, text: Float[Tensor, "b n d"], time: Tensor, mas
     for block in embedder.token_refiner.refiner_blocks:
         tokens = block(tokens, times, mask[:, None, None])
     return tokens
+
+
+class KeyMasked:
+    """Joint attention; its own code makes a mask of all pairs, 2.3 GiB at 121 x 480 x 832.
+
+    That also masks the queries of padding, which nothing reads.
+    """
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Float[Tensor, "b n width"],
+        encoder_hidden_states: Float[Tensor, "b m width"],
+        attention_mask: Bool[Tensor, "b m"],
+        image_rotary_emb: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tokens of the video, and those of the text, some of which are masked."""
+        heads, tokens = (attn.heads, -1), hidden_states.shape[1]
+        query, key, value = (layer(hidden_states).unflatten(2, heads) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        layers = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        text_query, text_key, text_value = (layer(encoder_hidden_states).unflatten(2, heads) for layer in layers)
+        query, key = (
+            torch.cat([apply_rotary_emb(norm(x), image_rotary_emb, sequence_dim=1), text_norm(text)], 1)
+            for norm, x, text_norm, text in (
+                (attn.norm_q, query, attn.norm_added_q, text_query),
+                (attn.norm_k, key, attn.norm_added_k, text_key),
+            )
+        )
+        mask = pad(attention_mask, (tokens, 0), value=True)[:, None, None]
+        seen = dispatch_attention_fn(query, key, torch.cat([value, text_value], 1), attn_mask=mask).flatten(2)
+        return attn.to_out[0](seen[:, :tokens]), attn.to_add_out(seen[:, tokens:])

@@ -15,7 +15,7 @@ from unified_trainer.models.pipeline.opening import open_pipeline
 from unified_trainer.models.pipeline.probe import learn
 from unified_trainer.models.pipeline.values import Size
 
-FRAMES, SIDES = (1, 5, 9, 17), (32, 64, 128, 256, 512, 1024)  # of the small videos that a pipeline is tried on
+FRAMES, SIDES = (5, 9, 17), (32, 64, 128, 256, 512, 1024)  # of the small videos that a pipeline is tried on
 
 
 class Known:
@@ -48,7 +48,7 @@ class Known:
             return False
 
     def _at(self, size: Size) -> Facts:
-        if size[0] > 1 and not {"num_frames", "frames"} & self.pipeline.names.keys():
+        if size[0] > 1 and not self.pipeline.makes_videos:
             raise self.pipeline.refuse(f"makes images: set --video.frames 1 instead of {size[0]}")
         if size not in self._facts:
             with silent(), torch.device("cpu"), _disable_current_modes():  # a caller may compute without memory
@@ -75,17 +75,15 @@ class Known:
 
     def any(self) -> Facts:
         """Return the facts at the size that was asked for first, or at a small one."""
-        first: ProbeError | None = None
-        for size in [] if self._facts else itertools.product(FRAMES, SIDES, SIDES):
-            if size[1] != size[2] or (size[0] == 1) == bool({"num_frames", "frames"} & self.pipeline.names.keys()):
-                continue
+        if self._facts:
+            return next(iter(self._facts.values()))
+        errors = list[ProbeError]()
+        for frames, side in itertools.product(FRAMES if self.pipeline.makes_videos else (1,), SIDES):
             try:
-                return self._at(size)
+                return self._at((frames, side, side))
             except ProbeError as error:
-                first = first or error
-        if first is not None and not self._facts:
-            raise first
-        return next(iter(self._facts.values()))
+                errors.append(error)
+        raise errors[0]
 
     def of_shape(self, shape: Shape) -> Facts:
         """Return the facts of latents [c, t, h, w]."""
@@ -93,8 +91,8 @@ class Known:
             if facts.latents.shape == shape:
                 return facts
         like = self.any()
-        space, time = like.size[1] // like.latents.shape[2], (like.size[0] - 1) // max(1, like.latents.shape[1] - 1)
-        return self.of_size((1 + (shape[1] - 1) * time, shape[2] * space, shape[3] * space))
+        time = (like.size[0] - 1) // max(1, like.latents.shape[1] - 1)
+        return self.of_size((1 + (shape[1] - 1) * time, shape[2] * like.pixels, shape[3] * like.pixels))
 
 
 def _near(size: Size) -> list[Size]:

@@ -31,6 +31,7 @@ class FoundLatents:
     stepped: Tensor  # place in the flattened native latents of each number that a solver step moves; -1: it has none
     shape: Shape
     order: Tensor | None  # place in the flattened native latents of each of ours; None: they are in the same order
+    inverse: Tensor | None  # place in our flattened latents of each native one
     scale: Tensor  # the VAE decodes scale x latents + shift, [c, 1, 1, 1] or [c, t, h, w]
     shift: Tensor
     flat: bool  # whether the VAE takes images [b, c, h, w]
@@ -58,7 +59,7 @@ class FoundLatents:
         stepped = torch.full([sample.numel()], -1)
         stepped[digits] = moved.flatten().nonzero()[:, 0]
         known, order, scale, shift = _affine(pipeline, torch.cat(decoded), stepped, given[0].flatten().double())
-        first = decoded[0][:, :, :known]
+        first, in_order = decoded[0][:, :, :known], torch.equal(order.flatten(), torch.arange(order.numel()))
         return cls(
             name=name,
             native=tuple(moved.shape[1:]),
@@ -68,7 +69,8 @@ class FoundLatents:
             known_encoded=known > 0 and any(x.shape == first.shape and same(x, first) for x in seen.encoded),
             stepped=stepped,
             shape=(order.shape[0], order.shape[1], order.shape[2], order.shape[3]),
-            order=None if torch.equal(order.flatten(), torch.arange(order.numel())) else order.flatten(),
+            order=None if in_order else order.flatten(),
+            inverse=None if in_order else order.flatten().argsort(),
             scale=scale.float(),
             shift=shift.float(),
             flat=flat,
@@ -89,9 +91,14 @@ class FoundLatents:
         return part(x, self.channels)
 
     def ours(self, native: Tensor) -> Latents:
-        """Return native latents in our order."""
-        x = native.flatten(1)
-        return (x if self.order is None else x[:, self.order.to(x.device)]).reshape(-1, *self.shape)
+        """Return native latents as ours."""
+        x = native if self.order is None else native.flatten(1)[:, self.order]
+        return x.reshape(-1, *self.shape)
+
+    def packed(self, ours: Latents) -> Tensor:
+        """Return our latents as native ones."""
+        x = ours if self.inverse is None else ours.flatten(1)[:, self.inverse]
+        return x.reshape(-1, *self.native)
 
     def apart(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the network's arguments with BEHIND and KNOWN, the parts of the latents' one, in place of it."""

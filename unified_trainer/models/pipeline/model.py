@@ -4,32 +4,30 @@ import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import diffusers
 import torch
+from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor, nn
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
 from unified_trainer.models.base import Shape
-from unified_trainer.models.diffusers_model import DiffusersModel
+from unified_trainer.models.diffusers_model import DiffusersModel, widen
 from unified_trainer.models.image_tensors import to_first_frames
-from unified_trainer.models.pipeline.attention import improve
+from unified_trainer.models.pipeline.arguments import ROWS
 from unified_trainer.models.pipeline.facts import Facts
-from unified_trainer.models.pipeline.guidance import with_norm
+from unified_trainer.models.pipeline.hunyuan_video15 import with_masks
 from unified_trainer.models.pipeline.known import FOLDERS, Known, known
 from unified_trainer.models.pipeline.latents import BEHIND, KNOWN
+from unified_trainer.models.pipeline.opening import component_class
 from unified_trainer.models.pipeline.sequence import SharedTokens
 from unified_trainer.models.pipeline.tokens import blocks_of
-from unified_trainer.models.pipeline.values import made_of, nested, part, stacked
-from unified_trainer.numerics.flow import guide
+from unified_trainer.models.pipeline.values import made_of, nested, on_device, part, stacked
 from unified_trainer.parallel.mesh import Mesh
-
-ROWS = " rows"  # behind the name of a padded argument: how many of its rows a prompt has
 
 
 class PipelineModel(DiffusersModel):
@@ -40,18 +38,22 @@ class PipelineModel(DiffusersModel):
     def __init__(self, network: nn.Module, folder: Path | None, facts: Known) -> None:
         super().__init__(network, folder)
         self._here: Facts | None = None  # of the pass that runs
-        self._known, self._moved = facts, dict[tuple[Shape, torch.device], "_Moved"]()
+        self._known, self._facts = facts, dict[tuple[Shape, torch.device], Facts]()
         self._blocks = blocks_of(network)
         self.adapter_layers = _attention_layers(network, self._blocks)
         self._takes = inspect.signature(network.forward).parameters
-        improve(network)
+        if isinstance(network, HunyuanVideo15Transformer3DModel):
+            with_masks(network)
+        for module in network.modules():
+            if isinstance(module, nn.RMSNorm):
+                module.register_forward_pre_hook(widen)
 
     @classmethod
     def open(cls, folder: Path, component: str) -> Self:
-        name = read_json(folder / component / "config.json").get("_class_name", "")
-        kind = getattr(diffusers, name) if name in dir(diffusers) else None
-        if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
-            raise UserError(f"{folder / component / 'config.json'}: {name!r} is no network of diffusers")
+        file = folder / component / "config.json"
+        kind = component_class(file, "diffusers", read_json(file).get("_class_name", ""))
+        if not issubclass(kind, diffusers.ModelMixin):
+            raise UserError(f"{file}: {kind.__name__} is no network of diffusers")
         return cls._opened(kind, folder / component, known(folder))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -74,12 +76,11 @@ class PipelineModel(DiffusersModel):
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
         """Predict the velocity by the call that was learned; times are slope w + offset, w = sigma without `warp`."""
-        here, count = self._at(x_t), len(x_t)
-        facts, given, latents = here.facts, here.facts.arguments, here.facts.latents
-        self._here = facts
+        facts, count = self._at(x_t), len(x_t)
+        given, latents, self._here = facts.arguments, facts.latents, facts
         if given.counted is not None and count > 1:  # a padded prompt would be another one
             return torch.cat([self.velocity(x_t[i : i + 1], sigma[i : i + 1], cond.take([i])) for i in range(count)])
-        inputs = {name: _repeated(value, count, name in given.replicated) for name, value in here.constants.items()}
+        inputs = {name: _repeated(value, count, name in given.replicated) for name, value in given.constants.items()}
         inputs |= {name: cond[name] for name in given.images}
         for name, argument in given.text.items():
             inputs[name] = cond[name].to(argument.dtype)
@@ -88,18 +89,17 @@ class PipelineModel(DiffusersModel):
                 inputs[name] = [row[:n] for row, n in zip(inputs[name], rows, strict=True)]
                 if given.counted is not None:
                     inputs[name] = torch.stack(inputs[name])
-                    inputs |= {name: here.constants[name][: rows[0]] for name in given.counted}
+                    inputs |= {name: given.constants[name][: rows[0]] for name in given.counted}
         x = x_t.float()
-        x = here.native(torch.cat([inputs.pop(KNOWN), x[:, :, latents.known :]], 2) if latents.known else x)
+        x = latents.packed(torch.cat([inputs.pop(KNOWN), x[:, :, latents.known :]], 2) if latents.known else x)
         x = torch.cat([x, inputs.pop(BEHIND)], latents.channels[0]) if latents.channels else x
         inputs[latents.name] = list(x) if latents.listed else x
-        inputs[facts.time.name] = here.time.at(sigma.float().to(x.device, non_blocking=True))
+        inputs[facts.time.name] = facts.time.at(sigma.float().to(x.device, non_blocking=True))
         if facts.guidance:
             inputs[facts.guidance] = cond[facts.guidance]
         if "return_dict" in self._takes:
             inputs["return_dict"] = False
-        v = part(stacked(made_of(self.network(**nested(inputs)))), facts.output).float() * facts.sign
-        v = here.ours(v)
+        v = latents.ours(part(stacked(made_of(self.network(**nested(inputs)))), facts.output).float() * facts.sign)
         return to_first_frames(v, x_t, sigma, cond[KNOWN]) if latents.known else v
 
     def save(self, folder: Path, component: str, dtype: torch.dtype, max_shard_size: str) -> None:
@@ -108,10 +108,8 @@ class PipelineModel(DiffusersModel):
 
     def guide(self, cond: Latents, uncond: Latents, guidance_scale: float | PerSample | PerFrame) -> Latents:
         """Return the guided velocity, by the pipeline's own rule where that is known."""
-        here, guided = self._at(cond), guide(cond, uncond, guidance_scale)
-        if here.facts.rule != "norm":
-            return guided
-        return here.ours(with_norm(here.native(guided), here.native(cond)))
+        facts = self._at(cond)
+        return facts.rule.guided(cond, uncond, guidance_scale, facts.latents)
 
     @contextmanager
     def features(self, *, alone: bool = False) -> Iterator[list[Tensor]]:
@@ -123,12 +121,12 @@ class PipelineModel(DiffusersModel):
         with super().features(alone=alone) as seen:
             yield seen
 
-    def _at(self, x_t: Latents) -> "_Moved":
-        shape = (x_t.shape[1], x_t.shape[2], x_t.shape[3], x_t.shape[4])
-        held = self._moved.get((shape, x_t.device))
-        if held is None:
-            held = self._moved[shape, x_t.device] = _Moved(self._known.of_shape(shape), x_t.device)
-        return held
+    def _at(self, x_t: Latents) -> Facts:
+        """Return the facts of latents of this shape, on their device."""
+        key = (x_t.shape[1], x_t.shape[2], x_t.shape[3], x_t.shape[4]), x_t.device
+        if key not in self._facts:
+            self._facts[key] = on_device(self._known.of_shape(key[0]), x_t.device)
+        return self._facts[key]
 
     def example(
         self, shape: Shape | None = None, samples: int = 1, text_tokens: int = 4
@@ -155,36 +153,6 @@ class PipelineModel(DiffusersModel):
         x_t = torch.randn(samples, *facts.latents.shape, generator=draw)
         cond = Condition(tensors).map(lambda x: x.to(device))
         return x_t.to(device), torch.full((samples,), 0.5, device=device), cond
-
-
-class _Moved:
-    """Facts whose tensors are on a device."""
-
-    def __init__(self, facts: Facts, device: torch.device) -> None:
-        self.facts, order, fixed = facts, facts.latents.order, facts.time.fixed
-        self.order = None if order is None else order.to(device)
-        self.inverse = None if order is None else torch.argsort(order).to(device)
-        self.time = facts.time if fixed is None else replace(facts.time, fixed=fixed.to(device))
-        held = facts.arguments.constants
-        self.constants = {name: _to(value, device) for name, value in held.items() if name != "return_dict"}
-
-    def native(self, x: Tensor) -> Tensor:
-        """Return our latents as the pipeline has them."""
-        x = x if self.inverse is None else x.flatten(1)[:, self.inverse]
-        return x.reshape(len(x), *self.facts.latents.native)
-
-    def ours(self, x: Tensor) -> Latents:
-        """Return latents of the pipeline as ours."""
-        x = x if self.order is None else x.flatten(1)[:, self.order]
-        return x.reshape(len(x), *self.facts.latents.shape)
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_to(one, device) for one in value)
-    return value
 
 
 def _repeated(value: Any, count: int, replicated: bool) -> Any:

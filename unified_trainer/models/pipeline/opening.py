@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,9 @@ def component_class(file: Path, library: str, name: str, *homes: Any) -> Any:
     places = [transformers if library == "transformers" else diffusers, *homes]
     places += [vars(diffusers.pipelines)[library]] if library in vars(diffusers.pipelines) else []
     for home in places:
-        if name in dir(home) and isinstance(found := getattr(home, name), type):
-            return found
+        with suppress(AttributeError):  # listing the names of transformers would take a second
+            if isinstance(found := getattr(home, name), type):
+                return found
     raise UserError(f"{file}: {library}.{name} is no class of diffusers {diffusers.__version__} or transformers")
 
 

@@ -30,7 +30,6 @@ def learn(pipeline: Pipeline, size: Size) -> Facts:
     sign, output = _output(pipeline, one, latents)
     _check_euler(pipeline, one)
     arguments = FoundArguments.of(pipeline, size, (image, other_image), one, latents, {time.name, guidance})
-    rule, more = rule_of(pipeline, SHORT, size, image, latents, sign=sign, output=output)
     return Facts(
         pipeline=type(pipeline.pipe).__name__,
         size=size,
@@ -42,8 +41,7 @@ def learn(pipeline: Pipeline, size: Size) -> Facts:
         given_levels=one.given_levels,
         guidance=guidance,
         guidance_factor=factor,
-        rule=rule,
-        more_guidance=more,
+        rule=rule_of(pipeline, size, image, latents, sign=sign, output=output),
         tokens=tokens_of(pipeline, size, image, latents, block),
         no_guidance=dict(pipeline.no_guidance),
     )

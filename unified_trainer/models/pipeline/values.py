@@ -1,6 +1,7 @@
 """Values of a network's arguments: tensors, lists, and arguments that hold others by name."""
 
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,19 @@ def made_of(output: Any) -> Any:
     if isinstance(output, (Tensor, list)):
         return output
     return output[0] if isinstance(output, tuple) else output.sample
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Return a value with all tensors on a device that it holds, in lists, mappings and dataclasses too."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, (list, tuple)):
+        return type(value)([on_device(one, device) for one in value])
+    if isinstance(value, Mapping):
+        return {name: on_device(one, device) for name, one in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: on_device(vars(value)[field.name], device) for field in fields(value)})
+    return value
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -75,7 +75,8 @@ class WithoutMemory:
         for module in network.modules():
             for name, weight in list(module.named_parameters(recurse=False)):
                 fake = FakeTensor(self._mode, weight.data, torch.device("cpu"))
-                setattr(module, name, nn.Parameter(fake, requires_grad=False))
+                fake._is_param = True  # a Parameter, without the copy that its constructor makes
+                setattr(module, name, fake)
             for name, table in list(module.named_buffers(recurse=False)):
                 if table.is_meta:
                     setattr(module, name, torch.ones(table.shape, dtype=table.dtype))
@@ -92,13 +93,14 @@ class WithoutMemory:
         def call(*inputs: Any, **named: Any) -> Any:
             if self._inside:
                 return forward(*inputs, **named)
-            key = _key(inputs, named)
-            output = self.answers.get((forward, key))
+            before = _key(inputs, sorted(named.items()))
+            output = self.answers.get((forward, before))
             if output is None:
                 with self._running(), torch.no_grad():
                     output = forward(*inputs, **named)
-                if key and key == _key(inputs, named):  # and did not write to its inputs, as VAEs do to their caches
-                    self.answers[forward, key] = output
+                # and it did not write to its inputs, as VAEs do to their caches
+                if before and before == _key(inputs, sorted(named.items())):
+                    self.answers[forward, before] = output
             return self._drawn(output, _seed((inputs, named)) ^ any(other is network for other in self._otherwise))
 
         call.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # pipelines look at it
