@@ -5,6 +5,7 @@ import io
 import json
 import socket
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -212,6 +213,10 @@ def test_a_client_steers_chunk_by_chunk(acting):
         seen.append(chunk_of(client)[1])
         with urllib.request.urlopen(f"{url}/health") as answer:
             about = json.load(answer)["stream"]
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(posting(f"{url}/sample", '{"protocol": 1, "prompts": ["a"], "seeds": [0]}'))
+        with refused.value as error:
+            assert error.code == 400 and error.read().decode().startswith("this student takes actions")
     assert all(np.array_equal(frames, own) for frames, own in zip(seen, ours, strict=True))
     assert about == {"most_frames": 0, "streams": 2, "action_size": 5, "actions": list(MOVES)}
 
