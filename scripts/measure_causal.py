@@ -44,7 +44,7 @@ from unified_trainer.tools.sample.sample import begin_samples, of_length, pieces
 
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
 CPU, BATCH, CHUNK = torch.device("cpu"), 32, 4
-REPEATS, LONG_REPEATS = 10, 5
+REPEATS, LONG_REPEATS = 10, 3
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ def test_the_prompt_switches_while_it_streams_and_the_user_stops_it(browser, win
     with served(windowed) as url:
         start(browser, url, ONE)
         until(browser, "stream.shown > 1")
-        assert text(browser, "start") == "Switch prompt" and text(browser, "said") == ONE
+        assert text(browser, "start") == "Switch" and text(browser, "said") == ONE
         enter(browser, OTHER)
         until(browser, "document.getElementById('said').textContent === arguments[0]", OTHER)
         browser.find_element("id", "stop").click()

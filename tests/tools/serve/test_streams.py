@@ -5,6 +5,7 @@ import io
 import json
 import socket
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -212,6 +213,10 @@ def test_a_client_steers_chunk_by_chunk(acting):
         seen.append(chunk_of(client)[1])
         with urllib.request.urlopen(f"{url}/health") as answer:
             about = json.load(answer)["stream"]
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(posting(f"{url}/sample", '{"protocol": 1, "prompts": ["a"], "seeds": [0]}'))
+        with refused.value as error:
+            assert error.code == 400 and error.read().decode().startswith("this student takes actions")
     assert all(np.array_equal(frames, own) for frames, own in zip(seen, ours, strict=True))
     assert about == {"most_frames": 0, "streams": 2, "action_size": 5, "actions": list(MOVES)}
 
@@ -235,17 +240,58 @@ def test_wrong_actions_are_refused(acting, sent, message):
 # Several clients.
 
 
-def test_requests_are_answered_while_a_client_takes_nothing(windowed):
-    """An endless stream whose client reads no byte: others get their chunks, and POST its videos."""
+@pytest.fixture
+def ended(monkeypatch) -> threading.Event:
+    """Set when the server has done with a client."""
+    done, serve = threading.Event(), streams.Streams._serve
+
+    async def watched(self, websocket):
+        await serve(self, websocket)
+        done.set()
+
+    monkeypatch.setattr(streams.Streams, "_serve", watched)
+    return done
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Pictures of 8 MiB, more than the buffers of a connection hold; raw numbers are as they were."""
+    encoded = streams._encoded
+    monkeypatch.setattr(
+        streams, "_encoded", lambda frames, kind: bytes(2**23) if kind == "png" else encoded(frames, kind)
+    )
+
+
+def test_requests_are_answered_while_a_client_takes_nothing(windowed, large):
+    """A client of large chunks reads no byte: others get their chunks, and POST its videos."""
     body = json.dumps({"protocol": 1, "prompts": [ONE], "seeds": [5], "encoding": "uint8"})
     whole = to_uint8(windowed.sample([ONE], seed=5))[0]
     with served(windowed) as url, Websocket(url) as stalled, Websocket(url) as client:
-        stalled.send(START | {"frames": 0})
+        stalled.send(START | {"frames": 0, "encoding": "png"})
         client.send(START)
         frames = np.concatenate([chunk_of(client)[1] for _ in range(3)])
         with urllib.request.urlopen(posting(f"{url}/sample", body)) as answer:
             video = from_json(json.load(answer)["videos"])
         assert np.array_equal(frames, whole) and np.array_equal(to_uint8(video)[0], whole)
+
+
+def test_a_client_that_takes_nothing_is_sent_away(windowed, large, ended, monkeypatch):
+    monkeypatch.setattr(streams, "IDLE_SECONDS", 0.5)
+    with served(windowed, most=1) as url, Websocket(url) as stalled:
+        stalled.send(START | {"frames": 0, "encoding": "png"})
+        assert ended.wait(60)
+        with Websocket(url) as client:
+            client.send(START)
+            assert chunk_of(client)[0]["chunk"] == 0
+
+
+def test_a_stream_ends_at_the_last_position_of_the_network(windowed):
+    """This network has 16 latent frames, of which the first has one frame."""
+    with served(windowed) as url, Websocket(url) as client:
+        client.send(START | {"frames": 0})
+        frames = sum(len(chunk_of(client)[1]) for _ in range(16))
+        said, code = last_words(client)
+    assert frames == 61 and code == 4400 and said.startswith("latent frame 16 is beyond the 16 positions of this Wan")
 
 
 def test_more_streams_than_there_is_room_for(student):
@@ -266,19 +312,12 @@ def test_more_streams_than_there_is_room_for(student):
             assert chunk_of(third)[0]["frames"] == 1
 
 
-def test_a_client_that_leaves_makes_room(student, monkeypatch):
-    left, serve = threading.Event(), streams.Streams._serve
-
-    async def watched(self, websocket):
-        await serve(self, websocket)
-        left.set()
-
-    monkeypatch.setattr(streams.Streams, "_serve", watched)
+def test_a_client_that_leaves_makes_room(student, ended):
     with served(student, most=1) as url:
         with Websocket(url) as client:
             client.send(START | {"chunks": 1})
             chunk_of(client)
-        assert left.wait(60)
+        assert ended.wait(60)
         with Websocket(url) as client:
             client.send(START)
             assert chunk_of(client)[0]["chunk"] == 0

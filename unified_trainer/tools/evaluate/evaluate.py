@@ -132,6 +132,8 @@ def _distinct(prompts: Sequence[str], *, images: bool) -> tuple[str, ...]:
     if not prompts:
         raise UserError("evaluate needs --prompts: texts, or a file with one prompt per line")
     lines = read_lines(prompts, images=images)
+    if any(line.actions for line in lines):
+        raise UserError("evaluate reads no actions: write samples with the command sample, which takes them")
     distinct = tuple(dict.fromkeys(lines))
     if repeated := len(lines) - len(distinct):
         say(f"prompts that occur again are left out: {repeated} of {len(lines)}; --samples makes more of each")

@@ -48,6 +48,8 @@ def write_trajectories(
     plan = check(replace(fetched(run, mesh), prompts=str(source), data=DataConfig()), mesh)
     if any(request.negative for request in plan.requests):
         raise UserError(f"{source}: trajectories have one negative prompt: leave the column negative_prompt out")
+    if any(request.actions for request in plan.requests):
+        raise UserError(f"{source}: trajectories hold no actions: train ode_init on the prompts, with its teacher")
     ode = replace(ode, levels=ode.sigmas[:-1]) if every_state else ode
     with claimed(out, mesh):
         encoders = replace(run.encoders, cache=run.encoders.cache or str(out / EMBEDDINGS))

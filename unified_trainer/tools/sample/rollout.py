@@ -21,7 +21,7 @@ from unified_trainer.run.settings import config as settings
 from unified_trainer.run.settings.command_line import read_reward
 from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.sample.rollout_folder import RolloutFolder
-from unified_trainer.tools.sample.sample import draw_latents, read_lines, with_images
+from unified_trainer.tools.sample.sample import check_actions, draw_latents, read_lines, with_images
 
 
 def rollout(
@@ -54,6 +54,7 @@ def rollout(
     requests = read_lines(prompts)
     loaded = load_role(run, "student", base, Mesh.join(device), causal=True, families=families)
     requests = with_images(loaded, prompts, requests)
+    check_actions(loaded.name, loaded.actions, loaded.run.video.frames, requests)
     lines = [request.text for request in requests]
     rewards = read_reward(reward) if reward else loaded.run.reward
     if not rewards.named():
@@ -72,6 +73,8 @@ def rollout(
         about |= {"images": [[image.sha256 for image in request.images] for request in requests]}
         files = [request.files.get("images", []) for request in requests]
         about |= {"image_files": [[str(Path(file).resolve()) for file in names] for names in files]}
+    if loaded.actions:
+        about |= {"actions": [request.actions.sha256 for request in requests]}
     folder = RolloutFolder.begin(output, about | {"batch": batch, "prompts": lines})
     codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
     samples = [request for request in requests for _ in range(num_samples)]

@@ -134,6 +134,8 @@ def student_service(
 
     def read(asked: dict[str, Any]) -> Wanted:
         wanted = _read(asked)
+        if live.form:
+            raise UserError("this student takes actions, which only a stream is given: GET /stream")
         way_out = "send images, a PNG file in base64 for each prompt" if images[0] else "leave images out"
         check_images(name, images, Request.of(wanted.prompts), way_out)
         return wanted
