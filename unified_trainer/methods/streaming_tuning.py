@@ -135,8 +135,8 @@ class StreamingTuning(DirectedMethod):
         if count > 1 and float(begun.uniform("prompt switch", [0])) < self.config.prompt_switch:
             switch = 1 + int(float(begun.uniform("prompt switch window", [0])) * (count - 1))
         since = step - window + (switch if 0 < switch <= window else 0)
-        now, first = (self._at(begin, batch, step) for begin in (since, step - window))
-        return now.with_frames_of(first)
+        now, began = self._at(since, batch, step), step - window
+        return now if since == began else now.with_frames_of(self._at(began, batch, step))
 
     def _at(self, other: int, batch: Batch, step: int) -> Batch:
         """Return the same samples of another step."""
