@@ -239,7 +239,11 @@ def attention(bench: Bench) -> None:
 
 
 def kernels(bench: Bench) -> None:
-    """The kernels that take most of a forward and backward pass with compiled blocks."""
+    """The kernels that take most of a pass and its backward pass with compiled blocks; Q, K, V apart and as one."""
+    for video in (bench.scale.large, bench.scale.small):
+        for name, project in PROJECTIONS.items():
+            row = f"{video}, Q, K, V of one layer, {name}"
+            bench.row("projections", row, lambda v=video, p=project: _projections(bench, v, p))
     compile = bench.mesh.device.type != "cpu"
     for video in (bench.scale.large, bench.scale.small):
         passes = _Passes(bench, video, compile=compile)
@@ -381,6 +385,36 @@ class _Passes:
         x = torch.randn(1, *self._video.latent_shape, device=mesh.device, generator=draw)
         text = torch.randn(1, size.text_tokens, size.text_dim, device=mesh.device, generator=draw)
         return role, (x, torch.full((1,), 0.5, dtype=torch.float64), Condition({"text": text}))
+
+
+Weights = list[tuple[Tensor, Tensor]]
+
+
+def three_products(x: Tensor, weights: Weights) -> tuple[Tensor, ...]:
+    """Return Q, K and V of the same tokens, as runs compute them."""
+    return tuple(nn.functional.linear(x, *pair) for pair in weights)
+
+
+def wide_product(x: Tensor, weights: Weights) -> tuple[Tensor, ...]:
+    """Return the same of one product, with weights that are copied into one matrix in every pass."""
+    weight, bias = (torch.cat(parts) for parts in zip(*weights, strict=True))
+    return nn.functional.linear(x, weight, bias).chunk(len(weights), -1)
+
+
+PROJECTIONS = {"three products": three_products, "one wide product": wide_product}
+
+
+def _projections(bench: Bench, video: Video, project: Callable[..., tuple[Tensor, ...]]) -> dict[str, Any]:
+    """Measure forward and backward of the products of queries, keys and values in bf16."""
+    size, how = bench.scale.architecture.width, {"device": bench.mesh.device, "dtype": torch.bfloat16}
+    x = torch.randn(1, video.tokens, size, requires_grad=True, **how)
+    weights = [tuple(torch.randn(*s, requires_grad=True, **how) for s in ((size, size), (size,))) for _ in range(3)]
+    inputs, gradients = [x, *(one for pair in weights for one in pair)], [torch.randn_like(x) for _ in weights]
+
+    def work() -> None:
+        torch.autograd.grad(project(x, weights), inputs, gradients)
+
+    return bench.rate(fastest(bench.mesh.device, work), 3 * 3 * 2 * video.tokens * size**2, video.tokens)
 
 
 def _kernels(bench: Bench, video: Video) -> list[str]:

@@ -23,6 +23,7 @@ from helpers import (
     frozen,
     metrics_of,
     random_clips,
+    refused,
     small_batch,
     small_model,
     tiny_codec,
@@ -348,6 +349,8 @@ def test_an_export_makes_the_videos_of_sample_and_is_trained_on(tmp_path, monkey
     run, out = tmp_path / "run", tmp_path / "out"
     learnt = RUN | {"student.learning-rate": 1e-2, "student.adapter.rank": rank, "sampler.num-steps": 2}
     assert main(flags(learnt | {"output": run})) == 0
+    said = refused(capsys, "export", run, out, "--quantize", "int8")
+    assert "diffusers would drop its own layers in silence" in said and not out.exists()
     assert main(["export", str(run), str(out)]) == 0
     pipeline = DiffusionPipeline.from_pretrained(out, custom_pipeline="pipeline", trust_remote_code=True)
     sampler = pipeline.load_sampler(out)

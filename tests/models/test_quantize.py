@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
-from helpers import ALONE, WAN, small_model
+from helpers import ALONE, WAN, refused, small_model
 from helpers import flags as words_of
 from torch import nn
 from torchao.float8.float8_linear import Float8Linear
@@ -173,6 +173,10 @@ def test_a_written_folder_reads_back_and_is_not_trained(tmp_path, kind):
         (["--teacher.quantize", "int4"], "teacher.quantize int4: a frozen role has int8 or fp8"),
         (["--teacher.quantize", "fp8"], "teacher.quantize fp8: cpu has no products of fp8"),
         (["--student.quantize", "fp8"], "student.quantize fp8: cpu has no products of fp8"),
+        (
+            ["--student.sparse-attention.share", "0.5", *AWARE],
+            "export --quantize writes no flow map",
+        ),
     ],
 )
 def test_what_cannot_be_quantised_is_refused(tmp_path, capsys, words, said):
@@ -195,5 +199,15 @@ def test_a_run_that_rounds_resumes_and_is_exported(tmp_path, monkeypatch, capsys
     capsys.readouterr()
     prompt = ["--prompts", "a red circle moving left", "--device", "cpu", "--sampler.num-steps", "2"]
     assert main(["evaluate", "plain", "int8", "run", *prompt]) == 0
+    for words in (
+        ["merge", "int8", "out", "--adapters", "none"],
+        ["extract-adapter", "int8", "out", "--base", "tiny"],
+        ["extract-adapter", "tiny", "out", "--base", "int8"],
+        ["import-weights", "plain", "out", "--base", "int8"],
+        ["export", "run", "out", "--base", "int8"],
+    ):
+        assert "int8/transformer/config.json: its weights are quantised" in refused(capsys, *words)
+    assert "torchao rounded its weights" in refused(capsys, "import-weights", "int8", "out", "--base", "tiny")
+    assert not (tmp_path / "out").exists()
     assert main(["--method", "finetune", "--student.path", "int8", "--device", "cpu", "--recipe", "tiny"]) == 2
     assert "its weights are quantised" in " ".join(capsys.readouterr().err.split())

@@ -15,7 +15,7 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import dynamic_modules_utils
 from forked import program
-from helpers import ALONE, WAN, assert_one_training, assert_same, checkpoint_of, cut_off
+from helpers import ALONE, WAN, assert_one_training, assert_same, checkpoint_of, cut_off, refused
 from helpers import flags as words_of
 from i2v_folder import i2v_folder
 from safetensors.torch import load_file, save_file
@@ -321,6 +321,8 @@ def test_a_run_resumes_bit_for_bit_and_its_export_is_sampled_alike(tmp_path, mon
     out = tmp_path / "out"
     assert main(["export", str(tmp_path / "whole"), str(out), "--layout", "wan"]) == 2
     assert "--layout wan has no name for blocks.0.to_gate_compress" in capsys.readouterr().err and not out.exists()
+    said = refused(capsys, "export", tmp_path / "whole", out, "--quantize", "int8")
+    assert "diffusers would drop its own layers in silence" in said and not out.exists()
     assert main(["export", str(tmp_path / "whole"), str(out)]) == 0
     (file,) = (out / "transformer").glob("*.safetensors")
     assert gate in load_file(file)

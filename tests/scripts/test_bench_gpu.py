@@ -46,12 +46,24 @@ def test_the_largest_kernels_of_a_pass_are_rows(tmp_path):
     measured = bench(tmp_path)
     bench_gpu.kernels(measured)
     assert not any(row.get("failed") for row in measured.rows)
+    products, measured.rows[:] = measured.rows[:4], measured.rows[4:]
+    assert all("Q, K, V of one layer" in row["name"] for row in products)
     names = [row["name"] for row in measured.rows]
     assert len(names) == 2 * bench_gpu.KERNELS
     assert any("aten::addmm" in name for name in names) and any("backward" in name for name in names)
     shares = [row["share"] for row in measured.rows[: bench_gpu.KERNELS]]
     assert sorted(shares, reverse=True) == shares and 0.5 < sum(shares) <= 1
     assert "calls" in (tmp_path / "bench.md").read_text()
+
+
+def test_one_wide_product_gives_queries_keys_values_and_gradients_of_three():
+    x = torch.randn(5, 8, requires_grad=True)
+    weights = [(torch.randn(8, 8, requires_grad=True), torch.randn(8, requires_grad=True)) for _ in range(3)]
+    inputs = [x, *(one for pair in weights for one in pair)]
+    found = [project(x, weights) for project in bench_gpu.PROJECTIONS.values()]
+    gradients = [torch.autograd.grad([part.square().sum() for part in parts], inputs) for parts in found]
+    for pair in (*zip(*found, strict=True), *zip(*gradients, strict=True)):
+        torch.testing.assert_close(*pair)
 
 
 def test_no_row_begins_after_the_time(tmp_path):

@@ -12,10 +12,9 @@ from diffusers import ModelMixin
 from torch import Tensor, nn
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.types import Latents, PerFrame, PerSample
 from unified_trainer.models.adapter_file import AdapterFile
-from unified_trainer.models.folder import outline, read_weights
+from unified_trainer.models.folder import is_quantised, outline, read_weights
 from unified_trainer.numerics.flow import guide
 from unified_trainer.parallel.fsdp import without_forward_prefetch
 from unified_trainer.parallel.mesh import Mesh
@@ -51,7 +50,7 @@ class DiffusersModel:
 
     @classmethod
     def _opened(cls, kind: type[ModelMixin], place: Path, *facts: Any) -> Self:
-        if "quantization_config" not in read_json(place / "config.json"):
+        if not is_quantised(place):
             return cls(outline(kind, place), place, *facts)
         from unified_trainer.models.quantize import open_quantised
 

@@ -63,9 +63,24 @@ def check_component(folder: Path, weights: str) -> dict[str, tuple[int, ...]]:
     Raise UserError, naming the file, unless config and weights are there, whole, and of floating-point numbers. Of
     quantised weights only the names are known.
     """
-    if "quantization_config" in read_json(folder / "config.json"):
+    if is_quantised(folder):
         return dict.fromkeys(itertools.chain(*map(names_before_rounding, folder.glob(f"{weights}*.safetensors"))), ())
     return _held(folder, weights)[0]
+
+
+def is_quantised(component: Path) -> bool:
+    """Return whether a component's weights have few bits, by its config: diffusers and transformers write it there."""
+    return bool(read_json(component / "config.json").get("quantization_config"))
+
+
+def check_unrounded(*components: Path) -> None:
+    """Raise UserError, naming the file, for a component whose weights have few bits, where weights are read."""
+    for component in components:
+        if is_quantised(component):
+            raise UserError(
+                f"{component / 'config.json'}: its weights are quantised (quantization_config), which are only "
+                "sampled: give the folder of the weights that they were made of, such as an export without --quantize"
+            )
 
 
 def _held(folder: Path, weights: str) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
@@ -191,14 +206,13 @@ def check_described(
     it describes exactly the weights of the folder, but for names that end in one of `spare`, which may be there. The
     other arguments are those of `load_strictly`.
     """
+    check_unrounded(folder)
     held = check_component(folder, weights)
     file = folder / "config.json"
     fields = read_json(file)
     if issubclass(kind, ModelMixin):
         if (name := fields.get("_class_name")) != kind.__name__:
             raise UserError(f"{file}: _class_name must be {kind.__name__}, not {name!r}")
-        if "quantization_config" in fields:
-            raise UserError(f"{file}: its weights are quantised, which are only sampled: take those they were made of")
         checked(arguments_of(kind), fields, str(file))
     elif schema is not None:
         fields = declared(schema, file)

@@ -8,6 +8,7 @@ from pathlib import Path
 from unified_trainer.basics.types import of_kind
 from unified_trainer.models import hub
 from unified_trainer.models.base import ActionForm, Family
+from unified_trainer.models.folder import check_unrounded
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.experts import Expert, ExpertLayout
@@ -91,6 +92,8 @@ def load_role(
         if hub.is_hub_id(path):
             path = fetch_pipeline(path, f"{role}.path")
         config = of_kind(TrainableConfig, run.roles[role])
+        family, folder = family_of(role, path)
+        check_unrounded(*(folder / component for component in family.networks(folder)[0]))
         bits = config.quantize if causal and config.quantize_aware else "none"
         config = dataclasses.replace(config, quantize=bits, quantize_aware=bits != "none")
         loaded = _read(run, metadata, role, kind, config, path, mesh)

@@ -13,6 +13,7 @@ from direct_weights import weights
 from helpers import ALONE, REPO, shell
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reader import Reader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -96,6 +97,20 @@ def test_a_rank_takes_its_rows_alone(monkeypatch, second_of_two, bucket, read):
     assert all(torch.equal(to_local(there[name]), rows) for name, rows in held.items())
     with pytest.raises(RuntimeError, match="arrived with 5 of 8 numbers"):
         copy_parts(needed[:2], there)
+
+
+@pytest.mark.slow
+def test_the_workers_of_a_node_read_one_copy_of_what_was_put_once(ray, monkeypatch):
+    """Two workers read the same bytes of the node's shared memory, in which the rank has put them."""
+    held = {"a": torch.arange(2.0**18)}  # 1 MiB: Ray sends small objects with the call
+    puts, put = [], ray.put
+    monkeypatch.setattr(module.ray, "put", lambda *given, **how: puts.append(given) or put(*given, **how))
+    reference = WeightSender(ALONE).send(3, held, 3)
+    readers = [ray.remote(Reader).options(num_cpus=0).remote({"a": torch.zeros(1)}) for _ in range(2)]
+    places = ray.get([reader.place_of.remote(reference) for reader in readers])
+    assert len(puts) == 1 and places[0] == places[1]
+    (_, inode, _), *_ = places[0]
+    assert inode > 0  # a file, which the processes share, and no memory of their own
 
 
 @settings(max_examples=30, deadline=None)

@@ -35,12 +35,18 @@ def test_what_lowers_nothing_is_left_out_and_the_rest_is_tried_together(monkeypa
 def test_runs_that_differ_in_no_pass_share_a_rehearsal(monkeypatch):
     """Averages, moments, recomputation, shards and the number of validation's samples change none."""
     run, rehearsed, train = parse(["--method", "dmd2", "--recipe", "tiny"]), [], rehearsal._train
+    shown, generate = [], rehearsal.generate
     monkeypatch.setattr(rehearsal, "_TRAINED", {})
+    monkeypatch.setattr(rehearsal, "_VALIDATED", {})
+    monkeypatch.setattr(rehearsal, "generate", lambda *given: shown.append(given) or generate(*given))
     monkeypatch.setattr(rehearsal, "_train", lambda *given, **more: rehearsed.append(given) or train(*given, **more))
     whole = needs(run, 2).counts
     unseen = {"student.ema_decay": 0.9, "student.moments": "bf16", "critic.activation_memory": "full"}
-    unseen |= {"validation.num_samples": 2, "parallel.offload_optimizer": True, "encoders.offload": True}
+    unseen |= {"parallel.offload_optimizer": True, "encoders.offload": True}
+    assert needs(with_settings(run, unseen, "test"), 2).counts.validation == whole.validation and len(shown) == 1
+    unseen |= {"validation.num_samples": 2}
     other = needs(with_settings(run, unseen, "test"), 2).counts
+    assert len(shown) == 2
     assert len(rehearsed) == 1 and other.losses == whole.losses and len(other.validation) == len(whole.validation)
     assert {call.samples for call in other.validation} == {1} != {call.samples for call in whole.validation}
     assert needs(with_settings(run, {"video.frames": 1}, "test"), 2).counts.losses != whole.losses

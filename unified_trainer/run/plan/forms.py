@@ -4,11 +4,12 @@ import importlib.util
 from collections.abc import Mapping
 from typing import cast
 
-from unified_trainer.basics.input_files import Schema, read_as, read_json
+from unified_trainer.basics.input_files import Schema, read_as
 from unified_trainer.basics.versions import install
 from unified_trainer.methods import METHODS
 from unified_trainer.methods.base import Method
 from unified_trainer.models.base import SparseVideoModel
+from unified_trainer.models.folder import is_quantised
 from unified_trainer.parallel.device import PRODUCTS_FROM, device_name, has_flex_attention, has_products
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.causal import Causal
@@ -74,8 +75,7 @@ def check_quantized(method: type[Method], roles: Mapping[str, RolePlan], mesh: M
     for name, role in roles.items():
         (kind, form), key, folder = role.config.quantized, f"{name}.quantize", family_of(name, role.path)[1]
         bare = form or role.trainable is not None or mesh.weights is not None
-        parts = [folder / part / "config.json" for part in role.layout.components.values()] if bare else []
-        if any("quantization_config" in read_json(file) for file in parts):
+        if bare and any(is_quantised(folder / part) for part in role.layout.components.values()):
             raise ConfigError(
                 f"{name}.path {role.path}: its weights are quantised, and such weights are neither trained, rounded "
                 "again, nor shared by several ranks: give the weights that they were made of"
@@ -88,6 +88,8 @@ def check_quantized(method: type[Method], roles: Mapping[str, RolePlan], mesh: M
         device = f"{device_name(mesh.device)} has no products of {kind} (compute capability {least} or newer)"
         half, frozen, aware = role.config.precision == "bf16", form == "weights", form == "aware"
         faults = {
+            "export --quantize writes no flow map and no sparse attention, leave it out": aware
+            and (role.config.is_flow_map or bool(role.config.sparse.share)),
             "a frozen role has int8 or fp8": frozen and kind not in ("int8", "fp8"),
             "every rank holds such weights whole, leave out parallel.offload_weights": frozen
             and mesh.config.offload_weights,

@@ -17,6 +17,7 @@ from unified_trainer.basics.suggestions import must_know
 from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import DTYPES
 from unified_trainer.models.adapter_file import AdapterFile, open_adapter
+from unified_trainer.models.folder import check_unrounded
 from unified_trainer.models.tensor_file import write_tensors
 from unified_trainer.parallel.device import Device, pick_device
 from unified_trainer.parallel.mesh import Mesh
@@ -53,6 +54,7 @@ def merge(
     if component:
         must_know("--component", component, names)
         names = (component,)
+    check_unrounded(*(folder / name for name in names))
     models = {name: family.model(folder, name) for name in names}
     sums = dict[str, AdapterFile]()
     for number, (name, model) in enumerate(models.items()):
@@ -95,6 +97,7 @@ def extract_adapter(
     names, said = family.networks(before)[0], []
     if (other := family.networks(after)[0]) != names:
         raise UserError(f"{after} has {' and '.join(other)}, but {before} has {' and '.join(names)}")
+    check_unrounded(*(folder / name for folder in (before, after) for name in names))
     with new_folder(out) as built:
         for number, name in enumerate(names):
             pair = old, new = family.model(before, name), family.model(after, name)

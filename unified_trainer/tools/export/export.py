@@ -84,6 +84,12 @@ def export(
     loaded = load_role(run, role, base, Mesh(torch.device("cpu")), causal=False, families=families)
     if adapter != "merge" and not loaded.role.config.adapter.rank:
         raise UserError(f"--adapter {adapter}: {run} trained all weights of {role}; leave it out")
+    own_layers = loaded.role.config.is_flow_map or loaded.role.config.sparse.share
+    if quantize != "none" and own_layers:
+        raise UserError(
+            f"--quantize {quantize}: {role} of {run} is a flow map or has sparse attention, and diffusers would drop "
+            "its own layers in silence: leave --quantize out"
+        )
     must_know("--layout", layout, [DIFFUSERS, *(loaded.family.native or ())[:1]])
     if adapter == "peft" and layout != DIFFUSERS:
         raise UserError(f"--adapter peft is for diffusers and peft: with --layout {layout}, take --adapter published")

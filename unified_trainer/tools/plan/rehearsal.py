@@ -49,7 +49,7 @@ from unified_trainer.run.settings.config import RunConfig, ValidationConfig, pla
 from unified_trainer.run.settings.workers import WorkerConfig
 from unified_trainer.run.trainer import Trainer
 from unified_trainer.run.validation.samples import samples_of_rank
-from unified_trainer.sampling.solver import generate
+from unified_trainer.sampling.solver import SamplerConfig, generate
 from unified_trainer.tools.plan.tracing import quiet_norms
 
 CHANNELS, TEXT_TOKENS, TEXT_WIDTH, HEAD = 4, 2, 4, 6  # of the rehearsal; 6 is the least width of a head
@@ -128,15 +128,16 @@ def rehearse(
     counts = replace(counts, repeats=repeats, kept=round(repeats * counts.kept), validation=[])
     if run.validate_every:
         samples = min(run.validation.batch, samples_of_rank(run.validation.num_samples, ranks))
-        batch = trainer.loader.batch_of([0] * samples, list(range(samples)))
-        noise = torch.zeros(samples, CHANNELS, shown_frames, 1, 1, device=trainer.mesh.device)
-        with quiet_norms(), Meter(noise.device, note=counts.validation.append).measure():
-            generate(counts.roles["student"], noise, batch, small.validated().sampler, lambda s: noise)
+        shown = f"{key} {samples} {shown_frames} {(sampler := small.validated().sampler)}"
+        if shown not in _VALIDATED:
+            _VALIDATED[shown] = _validate(trainer, counts.roles["student"], samples, shown_frames, sampler)
+        counts.validation.extend(_VALIDATED[shown])
     return counts
 
 
 # Training steps that were rehearsed in this process: runs that differ in nothing that a pass shows share them.
 _TRAINED: dict[str, tuple[Trainer, Counts]] = {}
+_VALIDATED: dict[str, list[Pass]] = {}  # and the passes of a batch of their validations
 
 
 def _train(
@@ -149,6 +150,15 @@ def _train(
         with quiet_norms(), counts.listen().measure():
             trainer.step(step)
     return trainer, counts
+
+
+def _validate(trainer: Trainer, student: Role, samples: int, frames: int, sampler: SamplerConfig) -> list[Pass]:
+    passes: list[Pass] = []
+    batch = trainer.loader.batch_of([0] * samples, list(range(samples)))
+    noise = torch.zeros(samples, CHANNELS, frames, 1, 1, device=trainer.mesh.device)
+    with quiet_norms(), Meter(noise.device, note=passes.append).measure():
+        generate(student, noise, batch, sampler, lambda s: noise)
+    return passes
 
 
 def paths_of(run: RunConfig) -> dict[str, str]:

@@ -20,7 +20,7 @@ from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import DTYPES
 from unified_trainer.models.base import Family, VideoModel, name_in
-from unified_trainer.models.folder import WEIGHTS, check_component
+from unified_trainer.models.folder import WEIGHTS, check_component, check_unrounded
 from unified_trainer.models.layout import is_ignored, reading_config
 from unified_trainer.models.pipeline.opening import component_class
 from unified_trainer.models.sparse_attention import SparseAttentionConfig
@@ -110,6 +110,8 @@ def import_weights(
     if not isinstance(entry, list) or None in entry:
         raise UserError(f"--component {component}: {folder / INDEX} names no such component")
     place = folder / component
+    if (place / "config.json").is_file():
+        check_unrounded(place)
     _check_config(source, place)
     found = read_source(source, component)
     model: VideoModel | None = None

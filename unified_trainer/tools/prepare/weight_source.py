@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.input_files import check_file
 from unified_trainer.models.folder import listed_weights
-from unified_trainer.models.tensor_file import opened, saved
+from unified_trainer.models.tensor_file import names_before_rounding, opened, saved
 from unified_trainer.tools.prepare.distributed_checkpoint import Stored, stored_tensors
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -106,6 +106,8 @@ def _tensor_file(file: Path) -> Pairs:
             tensor: Tensor = held.get_tensor(key)
         return tensor
 
+    if names_before_rounding(file):
+        raise UserError(f"{file}: torchao rounded its weights, as an export with --quantize does: {WAY_OUT}")
     with opened(file) as held:
         if quantized := (held.metadata() or {}).get(QUANTIZED):
             for layer, settings in json.loads(quantized).get("layers", {}).items():
