@@ -4,6 +4,7 @@
 # make fake-cuda the tests of tests/fake_cuda on a GPU without memory: 4 GB of downloads, no GPU, not part of make test
 # make lowest    the fast tests and the benchmark's toy size with the lowest versions that pyproject.toml allows
 # make invariance  every cell of tests/run/test_invariance.py: all methods, with each change that must not show, alone
+# make cells     those cells of the matrices of tests that the suite leaves out, as others have each of their values
 # make pipelines  learn and train a small folder of every flow-matching pipeline, and write docs/models.md
 # make mutants   plant known faults into a copy of the package and run the tests that must find them
 #
@@ -24,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Python compiles what it imports; pip would compile all modules of all packages, a third of the time of a setup.
 export PIP_COMPILE := false
 
-.PHONY: demo check test fake-cuda lowest invariance pipelines mutants setup
+.PHONY: demo check test fake-cuda lowest invariance cells pipelines mutants setup
 
 demo: setup
 	$(VENV)/bin/python -m unified_trainer --method dance_grpo
@@ -77,6 +78,9 @@ $(LOWEST_VENV)/ready: pyproject.toml scripts/install_torch.sh
 
 invariance: setup
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/run/test_invariance.py --all-cells
+
+cells: setup
+	$(VENV)/bin/python -m pytest -q -n 2 --all-cells -m cell
 
 pipelines: setup
 	OMP_NUM_THREADS=1 $(VENV)/bin/python scripts/try_pipelines.py

@@ -41,8 +41,15 @@ def pytest_configure(config):
         gc.enable()
 
 
-def pytest_collection_modifyitems(items):
-    """Begin with the files that take longest, and with long ones that are last: one would run alone at the end."""
+def pytest_collection_modifyitems(config, items):
+    """Leave out the cells of matrices that others cover, and begin with the files that take longest.
+
+    A long file that is last would run alone at the end.
+    """
+    if not config.getoption("--all-cells"):
+        left_out = [item for item in items if item.get_closest_marker("cell")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("cell")]
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
@@ -58,7 +65,11 @@ def pytest_addoption(parser):
     parser.addoption(
         "--damaged-files", type=int, default=0, help="copies of each kind that test_damaged_bytes.py damages"
     )
-    parser.addoption("--all-cells", action="store_true", help="run every cell of test_invariance.py, each alone")
+    parser.addoption(
+        "--all-cells",
+        action="store_true",
+        help="run every cell of the matrices; those of test_invariance.py alone",
+    )
     parser.addoption("--all-pipelines", action="store_true", help="try every small folder of a pipeline, not a few")
     parser.addoption("--kills", type=int, default=0, help="how often test_kill.py kills each run; 0 is a few times")
     parser.addoption("--kills-first", type=int, default=0, help="number of the first life that is killed")

@@ -6,12 +6,14 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cells import cells
 from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     HunyuanVideo15Pipeline,
@@ -386,7 +388,7 @@ def words(method: str, folder: Path, data: Path, output: Path, frames: int = 1, 
     return flags(named | {key.replace("__", "."): value for key, value in more.items()})
 
 
-@pytest.mark.parametrize(("case", "method"), LEARNS, indirect=["case"])
+@pytest.mark.parametrize(("case", "method"), cells(LEARNS), indirect=["case"])
 def test_every_method_trains_and_resumes_bit_for_bit(case, folder, prompts, data, tmp_path, method):
     """Each method with one of the families, and one of each kind with all. One, of many weights, trains adapters."""
     data = data if method in OF_CLIPS else prompts
@@ -605,7 +607,9 @@ def test_images_of_a_folder_are_clips_of_one_frame(folder, pictures, tmp_path, c
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-@pytest.mark.parametrize("memory", ["full", "selective", "compiled"])
+@pytest.mark.parametrize(
+    ("case", "memory"), cells(product(CASES, ["full", "selective", "compiled"])), indirect=["case"]
+)
 def test_recomputed_and_compiled_blocks_give_the_same_gradient(case, folder, monkeypatch, memory, unchecked):
     monkeypatch.setattr(blocks, "BACKEND", "aot_eager")
     codec = codec_of(case, folder)

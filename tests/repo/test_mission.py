@@ -1,16 +1,18 @@
 """Everything that mission.toml names starts: its command line up to where weights would be read, or a real run."""
 
+import functools
 import json
 import re
 import shlex
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from cells import cells
 from forked import program
 from helpers import ALONE, REPO, WAN, refused
 
@@ -48,9 +50,10 @@ class Named:
     after: str = ""
     runs: bool = False
     ranks: int = 1
+    method: str = ""  # of an entry that is meant in several
 
     def __str__(self) -> str:
-        return f"{self.system}: {self.name}"
+        return f"{self.system}: {self.name} {self.method}".strip()
 
     def of(self, kind: str) -> list[str]:
         return [seen.removeprefix(f"{kind} ") for seen in self.seen if seen.startswith(f"{kind} ")]
@@ -81,10 +84,12 @@ def mission() -> Iterator[Named]:
             thing["seen"] = tuple(thing["seen"])
             for method in methods or [""]:
                 start = f"--method {method} {thing['start']}" if method else thing["start"]
-                yield Named(system, f"{name} {method}".strip(), **(thing | {"start": start}))
+                yield Named(system, name, method=method, **(thing | {"start": start}))
 
 
 NAMED = list(mission())
+# Each once; of those that are meant in several methods one, so that each method is among them.
+RUN = cells([(one,) for one in NAMED if one.runs], lambda cell: ((cell[0].system, cell[0].name), cell[0].method))
 READY = [thing for thing in NAMED if not thing.after and thing.ranks == 1]  # need no run before
 
 
@@ -102,6 +107,20 @@ def folder(tmp_path):
     (tmp_path / "prompts.txt").write_text("a red circle moving left\na blue square moving up\n" * 4)
     (tmp_path / "config.yaml").write_text("method: dance_grpo\nalgorithm:\n  clip_low: 0.25\n  clip_high: 0.25\n")
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory) -> Callable[[str], Path]:
+    """The run that comes before that of an entry; each is made once."""
+
+    @functools.cache
+    def made(after: str) -> Path:
+        folder = tmp_path_factory.mktemp("before")
+        done = program("-m", "unified_trainer", *words_of(f"{after} --checkpoint-every 1", folder), where=folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return folder / "run"
+
+    return made
 
 
 def started(words: list[str], monkeypatch) -> RunPlan:
@@ -154,12 +173,12 @@ def test_its_command_takes_these_words(thing, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("thing", [thing for thing in NAMED if thing.runs], ids=str)
-def test_it_runs(thing, folder):
-    before = [words_of(f"{thing.after} --checkpoint-every 1", folder, "before")] if thing.after else []
-    for words in (*before, words_of(thing.start, folder)):
-        done = program("-m", "unified_trainer", *words, ranks=thing.ranks, where=folder)
-        assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize("thing", RUN, ids=str)
+def test_it_runs(thing, folder, before):
+    if thing.after:
+        shutil.copytree(before(thing.after), folder / "before")
+    done = program("-m", "unified_trainer", *words_of(thing.start, folder), ranks=thing.ranks, where=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
     file = folder / "run" / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     found = {name.removeprefix("train/") for row in rows for name in row}

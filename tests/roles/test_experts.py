@@ -1,8 +1,11 @@
 """Experts: two networks of a role that meet at a noise level, and learn as one would."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
+from cells import cells
 from expert_world import BOUNDARY, CAUSAL, CONFIGS, MOVES, STAYS, networks, trainer, trajectory
 from helpers import ALONE, Calls, Recording, assert_near, assert_same, small_batch
 
@@ -99,8 +102,7 @@ def test_each_expert_has_its_guidance_scale():
 # Two experts of equal weights are the one network.
 
 
-@pytest.mark.parametrize("two", [("student",), ("teacher", "critic"), ALL])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "two"), cells(product(METHODS, [("student",), ("teacher", "critic"), ALL])))
 def test_equal_experts_learn_what_one_network_does(method, two):
     """Gradients summed over the experts, update by update, and every metric that is not of one expert."""
     dense, experts = trajectory(trainer(method)), trajectory(trainer(method, two=two, equal=True))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from cells import methods
 from helpers import ALONE, REPO, SMALL, assert_same, checkpoint_of, cut_off, files_of, metrics_of, refused, run
 
 from unified_trainer.__main__ import main
@@ -14,7 +15,6 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.learner import Learner
 from unified_trainer.run.guards.hacking_monitor import HackingMonitor
 from unified_trainer.run.plan.plan import check
-from unified_trainer.run.registry import METHODS
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.tools.report.run_folder import read_run
 from unified_trainer.tools.report.status import status_of
@@ -175,7 +175,7 @@ def test_experts_that_are_drawn_have_no_share(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", methods())
 def test_every_method_has_epochs_shares_file_order_and_a_growing_batch(method, run_folder, tmp_path, monkeypatch):
     """The run takes each row twice in the order of the file, counts its updates, and resumes bit for bit."""
     (tmp_path / "prompts.txt").write_text("".join(f"a {word} circle\n" for word in "abcdef"))

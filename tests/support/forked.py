@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -70,6 +70,18 @@ def script(*words: object, where: Path, variables: Mapping[str, str]) -> subproc
                     _answer(asked)
             os.close(ended)
         return subprocess.CompletedProcess(words, one.returncode, *_texts(files))
+
+
+def forked_code(work: Callable[[], None]) -> int:
+    """The exit code of a copy of this process that does this work; minus a signal."""
+    if not (pid := os.fork()):
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @contextmanager

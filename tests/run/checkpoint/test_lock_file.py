@@ -11,7 +11,8 @@ import threading
 import time
 
 import pytest
-from helpers import ALONE, SMALL, shell
+from forked import forked_code
+from helpers import ALONE, SMALL
 
 from unified_trainer.__main__ import main
 from unified_trainer.run.checkpoint import run_lock
@@ -141,9 +142,9 @@ def race(folder, start, winners, done):
 @pytest.mark.slow
 @pytest.mark.parametrize("stale", [False, True])
 def test_of_processes_that_race_one_wins(tmp_path, stale):
-    """Four at a time, ten times, for a free folder and for one whose holder is dead."""
+    """Four at a time, five times, for a free folder and for one whose holder is dead."""
     context = multiprocessing.get_context("fork")
-    for attempt in range(10):
+    for attempt in range(5):
         folder = tmp_path / str(attempt)
         folder.mkdir()
         if stale:
@@ -161,15 +162,12 @@ def test_of_processes_that_race_one_wins(tmp_path, stale):
 
 @pytest.mark.slow
 def test_a_killed_owner_is_none(without_flock, tmp_path):
-    program = """
-import os, signal, sys
-from pathlib import Path
-from unified_trainer.run.checkpoint.run_lock import LockFile
-LockFile(Path(sys.argv[1]))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    done = shell(sys.executable, "-c", program, str(tmp_path))
-    assert done.returncode == -signal.SIGKILL and names(tmp_path) == [".lock.1"]
+
+    def owner() -> None:
+        LockFile(tmp_path)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert forked_code(owner) == -signal.SIGKILL and names(tmp_path) == [".lock.1"]
     with claimed(tmp_path, ALONE):
         assert names(tmp_path) == [".lock.1", ".lock.2"]
     assert names(tmp_path) == []

@@ -3,14 +3,15 @@
 import errno
 import os
 import shutil
+import signal
 import subprocess
-import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import torch
+from forked import forked_code
 from helpers import (
     ALONE,
     SMALL,
@@ -19,7 +20,6 @@ from helpers import (
     files_of,
     metrics_of,
     run,
-    shell,
 )
 from torch.distributed.checkpoint import staging
 
@@ -29,6 +29,8 @@ from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.dcp import CheckpointError, DiskFull
 from unified_trainer.run.checkpoint.manager import Keep, Saver
 from unified_trainer.run.checkpoint.run_lock import RunFolderError, claimed
+from unified_trainer.run.settings.config import TrackingConfig
+from unified_trainer.run.tracking.tracker import Tracker
 
 
 def state(value: float = 1.0, size: int = 4) -> dict[str, torch.Tensor]:
@@ -283,30 +285,17 @@ def test_space_and_quota_are_the_same_another_fault_is_not(tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_metrics_wait_for_space(small_disk):
+def test_metrics_wait_for_space(small_disk, capsys):
     """The run's own lines too: a disk that is full to the last byte costs none of them."""
-    program = """
-import sys
-from pathlib import Path
-from unified_trainer.run.settings.config import TrackingConfig
-from unified_trainer.run.tracking.tracker import Tracker
-disk = Path(sys.argv[1])
-with Tracker(disk, TrackingConfig(), {}, 3, 0, True) as tracker:
-    tracker.log(1, {"a": 1.0})
-    filler = (disk / "filler").open("wb", buffering=0)
-    try:
-        while filler.write(bytes(4096)):
-            pass
-    except OSError:
-        pass
-    for step in range(2, 400):
-        tracker.log(step, {"a": 1.0})
-    (disk / "filler").unlink()
-    filler.close()
-"""
-    done = shell(sys.executable, "-c", program, str(small_disk))
-    assert done.returncode == 0, done.stderr
-    assert "no space for" in done.stdout
+    with Tracker(small_disk, TrackingConfig(), {}, 3, 0, True) as tracker:
+        tracker.log(1, {"a": 1.0})
+        with (small_disk / "filler").open("wb", buffering=0) as filler, suppress(OSError):
+            while filler.write(bytes(4096)):
+                pass
+        for step in range(2, 400):
+            tracker.log(step, {"a": 1.0})
+        (small_disk / "filler").unlink()
+    assert "no space for" in capsys.readouterr().out
     assert [row["step"] for row in metrics_of(small_disk)] == list(range(1, 400))
 
 
@@ -333,16 +322,12 @@ def test_nothing_stays_of_a_run_that_wrote_nothing(tmp_path):
 @pytest.mark.slow
 def test_a_killed_owner_is_none(tmp_path):
     """SIGKILL leaves the file and not the lock."""
-    program = """
-import os, signal, sys, torch
-from pathlib import Path
-from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.run.checkpoint.run_lock import claimed
-with claimed(Path(sys.argv[1]), Mesh(torch.device("cpu"))):
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    done = shell(sys.executable, "-c", program, str(tmp_path / "run"))
-    assert done.returncode == -9 and (tmp_path / "run" / ".lock").exists()
+
+    def owner() -> None:
+        with claimed(tmp_path / "run", ALONE):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert forked_code(owner) == -signal.SIGKILL and (tmp_path / "run" / ".lock").exists()
     with claimed(tmp_path / "run", ALONE):
         pass
 

@@ -331,8 +331,10 @@ def _with_named(tree: Any, given: Mapping[str, Any]) -> Any:
 
 def _with_objective(tree: Any, kind: object) -> Any:
     """Return the tree with the objective of this kind, unless it has one of it already or its method has none."""
+    if not kind or not isinstance(kind, str):
+        return tree
     known = _known(tree)
-    if not kind or not isinstance(kind, str) or OBJECTIVE_KIND not in known or known[OBJECTIVE_KIND].default == kind:
+    if OBJECTIVE_KIND not in known or known[OBJECTIVE_KIND].default == kind:
         return tree
     algorithm = dataclasses.replace(tree.algorithm, objective=objective_of(kind))
     return dataclasses.replace(tree, algorithm=algorithm)
