@@ -17,7 +17,7 @@ from pipelines.videos import VIDEOS
 from unified_trainer.__main__ import main
 from unified_trainer.basics.requests import Request
 from unified_trainer.models.blueprint import frozen_config
-from unified_trainer.models.pipeline.blueprint import PipelineNetwork
+from unified_trainer.models.pipeline.blueprint import PipelineParts
 from unified_trainer.models.pipeline.known import Known, known
 from unified_trainer.models.pipeline.without_memory import WithoutMemory
 from unified_trainer.run.settings.command_line import parse
@@ -150,7 +150,7 @@ def test_plan_traces_a_block_of_each_list(folder):
     path = folder("FluxPipeline")
     shape = known(path).of_size((1, 32, 32)).latents.shape
     config = json.loads((path / "transformer" / "config.json").read_text()) | {"num_layers": 3, "num_single_layers": 4}
-    kind = PipelineNetwork(path)
+    kind = PipelineParts(path)
     for layers in (7, 4):
         network = plan_passes.Network(kind, frozen_config(config), "fp32", False, layers, trained=True)
         for gradient in (True, False):

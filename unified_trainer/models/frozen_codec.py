@@ -1,4 +1,4 @@
-"""What codecs of frozen networks share: prompts that are encoded once, and a VAE that may be elsewhere between uses."""
+"""The part that codecs of frozen networks share: prompts that are encoded once, a VAE that may be away between uses."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

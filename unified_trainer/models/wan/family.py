@@ -78,6 +78,7 @@ def open_sparse(folder: Path, component: str, config: SparseAttentionConfig, cau
 
 def open_causal(folder: Path, component: str, action_size: int = 0) -> CausalWanModel:
     """Open a network as `open_model` does, as a causal one."""
+    check_dense(folder / component)
     return _opened(CAUSAL[images(folder)], folder, component, action_size)
 
 
