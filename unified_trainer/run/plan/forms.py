@@ -9,7 +9,6 @@ from unified_trainer.basics.versions import install
 from unified_trainer.methods import METHODS
 from unified_trainer.methods.base import Method
 from unified_trainer.models.base import SparseVideoModel
-from unified_trainer.models.folder import is_quantised
 from unified_trainer.parallel.device import PRODUCTS_FROM, device_name, has_flex_attention, has_products
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.causal import Causal
@@ -72,6 +71,8 @@ def check_flow_maps(run: RunConfig, method: type[Method], roles: Mapping[str, Ro
 
 def check_quantized(method: type[Method], roles: Mapping[str, RolePlan], mesh: Mesh) -> None:
     """Raise UserError, naming the key, for quantisation that a role, its folder or the device cannot have."""
+    from unified_trainer.models.folder import is_quantised  # imports transformers
+
     for name, role in roles.items():
         (kind, form), key, folder = role.config.quantized, f"{name}.quantize", family_of(name, role.path)[1]
         bare = form or role.trainable is not None or mesh.weights is not None
