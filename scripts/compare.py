@@ -317,7 +317,13 @@ def described(bench: Bench, rows: Mapping[str, Row]) -> str:
     )
 
 
-def main(file: Path, output: Path = Path("runs/compare"), arms: tuple[str, ...] = (), *, run: bool = True) -> None:
+def main(
+    file: tyro.conf.Positional[Path],
+    output: Path = Path("runs/compare"),
+    arms: tuple[str, ...] = (),
+    *,
+    run: bool = True,
+) -> None:
     """Run what is missing, seed by seed, and write the table.
 
     Args:

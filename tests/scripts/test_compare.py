@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import tyro
 from helpers import ALONE, REPO
 
 from unified_trainer.data.prompts import training_captions, validation_captions
@@ -236,7 +237,8 @@ def test_a_stopped_run_is_resumed_and_other_settings_are_another_run(machine):
 
 
 def test_without_runs_the_page_says_so(machine):
-    compare.main(machine.root / "c.toml", machine.root / "runs", run=False)
+    """By the words of the docs."""
+    tyro.cli(compare.main, args=[str(machine.root / "c.toml"), "--no-run", "--output", str(machine.root / "runs")])
     assert not machine.commands
     assert (
         "Not measured yet.\n\n`python scripts/compare.py scripts/comparisons/c.toml` makes"
