@@ -273,6 +273,7 @@ def test_the_shipped_file_is_the_packages_and_needs_no_more_than_diffusers_does(
     imported = set(re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE))
     assert imported == {
         "functools",
+        "itertools",
         "math",
         "collections",
         "dataclasses",
