@@ -252,10 +252,8 @@ class Bench:
             folder.parent.mkdir(parents=True, exist_ok=True)
             lines = folder.with_suffix(".txt")
             lines.write_text("\n".join(prompts) + "\n", encoding="utf-8")
-            # its own intervals are not read
-            command(
-                "evaluate", checkpoint, "--prompts", str(lines), *words, "--resamples", "10", "--output", str(folder)
-            )
+            words += ["--prompts", str(lines), "--resamples", "10"]  # evaluate's own intervals are not read
+            command("evaluate", checkpoint, *words, "--output", str(folder))
             if absent := wanted - (measured := measures_of(folder)).keys():
                 raise ValueError(f"evaluate measured no {', '.join(absent)}; have {', '.join(measured)}")
         return read_values(folder)

@@ -136,7 +136,9 @@ class StreamingTuning(DirectedMethod):
             switch = 1 + int(float(begun.uniform("prompt switch window", [0])) * (count - 1))
         since = step - window + (switch if 0 < switch <= window else 0)
         now, began = self._at(since, batch, step), step - window
-        return now if since == began else now.with_frames_of(self._at(began, batch, step))
+        if since == began or not now.cond.by_frame:
+            return now
+        return now.with_frames_of(self._at(began, batch, step))
 
     def _at(self, other: int, batch: Batch, step: int) -> Batch:
         """Return the same samples of another step."""

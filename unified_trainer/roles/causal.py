@@ -165,8 +165,8 @@ class KVCache:
 
     def add_frames(self, name: str, values: Float[Tensor, "b frames k"]) -> None:
         """Append what the condition's tensor of this name has for further pixel frames, in both branches."""
-        tensors = {**self._given.tensors, **self._added}
-        known = tensors[name] if name in tensors else values[:, :0]
+        values = values.to(self._role.device)
+        known = {**self._given.tensors, **self._added}.get(name, values[:, :0])
         self._added[name] = torch.cat([known, values.to(known)], 1)
         self._join()
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from unified_trainer.basics.actions import ACTIONS
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.types import Batch, Condition, Latents
+from unified_trainer.basics.types import Batch, Latents
 from unified_trainer.models.base import ActionForm
 from unified_trainer.roles.causal import Causal
 from unified_trainer.sampling.solver import Draw, SamplerConfig, next_chunks
@@ -26,11 +26,8 @@ class Stream:
     ) -> None:
         """Begin with an empty KV cache; `actions` are those that the student takes, which `batch` has none of."""
         self._form, self._shape = actions, (len(batch), actions.size if actions else 0)
-        ranges, cond, uncond = sampler.chunks.ranges(noise.shape[2]), batch.cond, batch.uncond
-        if actions is not None:
-            none = Condition({ACTIONS: noise.new_zeros(len(batch), 0, actions.size)})
-            cond, uncond = cond.updated(none), uncond.updated(none)
-        self._cache = student.open_cache(cond, uncond, sampler.chunks, sampler.guidance_scale, sampler.sigmas()[:-1])
+        ranges, given = sampler.chunks.ranges(noise.shape[2]), (batch.cond, batch.uncond)
+        self._cache = student.open_cache(*given, sampler.chunks, sampler.guidance_scale, sampler.sigmas()[:-1])
         self._ahead = list(ranges)  # chunks that are still to be generated
         self._made = next_chunks(self._cache, noise, sampler, draw, ranges, [sampler.num_steps - 1] * len(ranges))
 

@@ -24,10 +24,8 @@ from unified_trainer.parallel.mesh import Mesh
 class CausalSparseWanModel(SparseWanModel, CausalFirstFrameWanModel):
     """A causal Wan transformer of text, or of TI2V, with sparse attention; `velocity` is that of `SparseWanModel`."""
 
-    _sees: tuple[Bool[Tensor, "t t"] | None, Sequence[int]] = (
-        None,
-        (),
-    )  # mask and past frames of the network's next pass
+    # The mask of the network's next pass, and the frames of each chunk in its cache.
+    _sees: tuple[Bool[Tensor, "t t"] | None, Sequence[int]] = None, ()
 
     def read(self, mesh: Mesh, merged: AdapterFile | None = None) -> None:
         super().read(mesh, merged)

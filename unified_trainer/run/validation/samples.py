@@ -100,10 +100,9 @@ class SampleMaker:
             columns[SCORES] = self._reward.parts_of(x0, video, prompts, names)
         if is_tiny_world(video.shape[2:], [request.text for request in self.requests]):
             subjects = [SUBJECT_OF_CAPTION[prompt] for prompt in prompts]
-            hits = {
-                f"{ACCURACY}{name}": right.float() for name, right in check_attributes(video.cpu(), subjects).items()
-            }
-            columns |= {name: rows.to(self._device) for name, rows in (hits | attributes(video, subjects)).items()}
+            hits = check_attributes(video.cpu(), subjects)
+            exact = {f"{ACCURACY}{name}": right.float() for name, right in hits.items()} | attributes(video, subjects)
+            columns |= {name: rows.to(self._device) for name, rows in exact.items()}
         if self._distances is not None:
             columns |= self._distances.columns(video, samples)
         kept = sorted(shown(self._reward, columns, samples, videos).intersection(samples))

@@ -21,15 +21,8 @@ from unified_trainer.tools.evaluate.samples import Measured
 Interval = tuple[float, float] | None  # None where there is none: of one prompt, or of the Frechet distance
 DIVERSITY, SPEED, CALLS = "pixels/diversity", "samples_per_second", "network_calls"
 SHARE = "accuracy"  # first word of the measures that are shares of samples
-BETTER = {
-    "reward": 1,
-    SHARE: 1,
-    FRECHET: -1,
-    FVD: -1,
-    SPEED: 1,
-    CALLS: -1,
-    "world": -1,
-}  # sign of an improvement, by first word
+# sign of an improvement, by first word
+BETTER = {"reward": 1, SHARE: 1, FRECHET: -1, FVD: -1, SPEED: 1, CALLS: -1, "world": -1}
 NO_BETTER = ("world/diversity",)  # more is not better: real clips have 1
 WIDTH = 200  # columns where the output is no terminal
 STYLES = {1: "green", 0: "bold", -1: "red"}

@@ -48,9 +48,8 @@ class Measured:
     """The samples of one checkpoint with their scores, seed by seed and prompt by prompt."""
 
     folder: Path
-    rows: list[
-        dict[str, Any]
-    ]  # of every sample: seed, prompt, sample, noise, reward, scores, pixels, accuracy, drawn, world, video
+    # of every sample: seed, prompt, sample, noise, reward, scores, pixels, accuracy, drawn, world, video
+    rows: list[dict[str, Any]]
     seconds: list[float]  # generation of one sample, for each batch
     calls: int  # network calls of a sample
     tensors: dict[str, Tensor] = field(repr=False)  # thumbnails; features of samples and of real clips, by distance

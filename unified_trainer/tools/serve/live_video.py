@@ -70,7 +70,7 @@ class LiveVideo:
         frames, rows = self._form.pixel_frames(stop) - self._form.pixel_frames(start), torch.from_numpy(self._actions)
         if len(rows) not in (1, frames):
             raise UserError(f"actions must have a row for each of the chunk's {frames} frames, or one, not {len(rows)}")
-        cache.add_frames(ACTIONS, rows.expand(frames, -1)[None].to(self._student.role.device))
+        cache.add_frames(ACTIONS, rows.expand(frames, -1)[None])
 
 
 def check_length(student: SampledRole, codec: Codec, frames: int, most: int) -> None:
