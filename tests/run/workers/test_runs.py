@@ -53,6 +53,7 @@ def assert_equal_runs(left: Path, right: Path, step: int = 3) -> None:
     assert_same(checkpoint_of(left, step), checkpoint_of(right, step))
 
 
+ENDED_BY_RAY = "accesses the Ray's worker after it is shutdown. The process will exit"
 ENDING_THE_SCHEDULER = """
 from pathlib import Path
 
@@ -179,18 +180,18 @@ def test_evaluation_workers_change_no_number(ray, tmp_path, dying, capsys):
 def test_adapters_go_straight_from_memory_to_memory(ray, warm, tmp_path, dying):
     """To two workers ahead of training, of which one dies, in a run that began with weights in Ray's object store.
 
-    NIXL polls in every process: in this one it would take a core from all later tests. When a worker dies, it sometimes
-    ends the training process by SIGSEGV; then the run continues from its checkpoint.
+    NIXL polls in every process: in this one it would take a core from all later tests. When a worker dies, NIXL or Ray
+    sometimes ends the training process by a fault of its own; then the run continues from its checkpoint.
     """
     words = [*LORA, *dying.flags, *flags({"rollouts.ahead": 1})]
     alone = run(words, tmp_path / "alone", **{"rollouts.workers": 1})
     there = run(words, tmp_path / "nixl", **{"rollouts.workers": 1, "steps": 1})
     dying(1)
     direct = {"steps": 3, "rollouts.workers": 2, "rollouts.transport": "nixl"}
-    for _ in range(2):
+    for _ in range(3):
         with started(warm, ["--resume", str(there)], **direct) as one:
-            said = one.communicate(timeout=300)
-        if one.returncode != -signal.SIGSEGV:
+            _, said = one.communicate(timeout=300)
+        if one.returncode != -signal.SIGSEGV and ENDED_BY_RAY not in said:
             break
     assert one.returncode == 0, said
     assert dying.over()
