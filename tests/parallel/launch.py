@@ -1,6 +1,7 @@
 """Starts the ranks of a test; they may abort at interpreter exit, so what they wrote is what counts."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -41,6 +42,7 @@ def _fork(count: int, work: Callable[..., None], *arguments: object) -> list[int
 
 
 def _rank(place: dict[str, str], work: Callable[..., None], *arguments: object) -> None:
+    gc.freeze()  # what the test's process holds: the collector would look at it again and again, and copy its pages
     faulthandler.enable(sys.__stderr__)
     jaxtyping.config.update("jaxtyping_disable", True)
     os.environ |= place
