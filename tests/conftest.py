@@ -17,15 +17,17 @@ import jaxtyping
 import pytest
 
 LONGEST = {
+    "test_bench_gpu.py",
     "test_examples.py",
-    "test_expert_commands.py",
+    "test_image_families.py",
     "test_invariance.py",
     "test_kill.py",
     "test_meshes.py",
-    "test_not_finite.py",
+    "test_mission.py",
     "test_readme.py",
     "test_runs.py",
-    "test_sample.py",
+    "test_shown_matching.py",
+    "test_two_ranks.py",
 }
 
 MUCH = 256 << 20  # bytes
