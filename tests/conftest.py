@@ -48,6 +48,7 @@ def pytest_configure(config):
         gc.enable()
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Hand out whole files, and whole those folders that share what takes seconds to start."""
     from xdist.scheduler import LoadFileScheduling
