@@ -12,6 +12,8 @@ import jaxtyping
 from helpers import REPO, free_port
 from warm_ray import quick_ranks
 
+PATIENCE = 900  # seconds that ranks may take, on a machine that others use too
+
 
 def fork_ranks(count: int, work: Callable[..., None], *arguments: object) -> None:
     """Runs `work` on all ranks, as copies of this process: imports, which cost more than the work, are made once.
@@ -37,7 +39,9 @@ def _fork(count: int, work: Callable[..., None], *arguments: object) -> list[int
     for process in processes:
         process.start()
     for process in processes:
-        process.join(300)
+        process.join(PATIENCE)
+        process.kill()  # one that hangs
+        process.join()
     return [process.exitcode for process in processes]
 
 
