@@ -188,8 +188,8 @@ def _write(out: Path, facts: dict[str, Any], rows: list[dict[str, Any]]) -> None
 
 
 def _forget_peak(device: torch.device) -> None:
-    gc.collect()
     if device.type != "cpu":
+        gc.collect()
         torch.get_device_module(device).empty_cache()
         torch.get_device_module(device).reset_peak_memory_stats(device)
 

@@ -4,6 +4,7 @@ Nothing here imports torch or the product before a test needs it: the process th
 spend seconds on it before they start.
 """
 
+import ctypes
 import gc
 import logging
 import os
@@ -16,16 +17,22 @@ import jaxtyping
 import pytest
 
 LONGEST = {
+    "test_bench_gpu.py",
     "test_examples.py",
-    "test_expert_commands.py",
+    "test_image_families.py",
     "test_invariance.py",
     "test_kill.py",
     "test_meshes.py",
-    "test_not_finite.py",
+    "test_mission.py",
     "test_readme.py",
     "test_runs.py",
-    "test_sample.py",
+    "test_shown_matching.py",
+    "test_two_ranks.py",
 }
+
+MUCH = 256 << 20  # bytes
+_held = 0  # bytes when memory was freed last
+TOGETHER = ("tests/run/workers/",)  # one Ray
 
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="state-")  # where trust is remembered
 logging.disable(logging.DEBUG)  # torch notes every call of its checkpoints there, thousands in a run
@@ -39,6 +46,18 @@ hypothesis.settings.load_profile("repeatable")
 def pytest_configure(config):
     if config.getoption("numprocesses", None):  # the process that hands tests to others collects none
         gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Hand out whole files, and whole those folders that share what takes seconds to start."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Shared(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return next((folder for folder in TOGETHER if nodeid.startswith(folder)), super()._split_scope(nodeid))
+
+    return Shared(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(config, items):
@@ -58,6 +77,27 @@ def pytest_collection_finish():
     gc.freeze()
     gc.set_threshold(10_000)
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    """Free what tests have left once it is much: every fork copies the page table of all memory that is held.
+
+    Models lie in cycles, which the collector finds by the number of objects, of which they have few. tcmalloc, as
+    `.ci/run` sets it, keeps what is free.
+    """
+    global _held
+    if held() > _held + MUCH:
+        gc.collect()
+        if "tcmalloc" in os.environ.get("LD_PRELOAD", ""):
+            ctypes.CDLL(None).MallocExtension_ReleaseFreeMemory()
+        _held = held()
+
+
+def held() -> int:
+    """Bytes of this process in memory."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def pytest_addoption(parser):

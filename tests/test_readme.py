@@ -51,6 +51,8 @@ def shortened(words: list[str]) -> list[str]:
     if "--steps" in words:
         at = words.index("--steps") + 1
         words[at] = STEPS[words[at]]
+    if "--validation.num-samples" in words:
+        words[words.index("--validation.num-samples") + 1] = "4"
     if "--resume" in words or "--config" in words:
         return words
     length = [] if "--epochs" in words or "--steps" in words else ["--steps", "1"]

@@ -1,6 +1,7 @@
 """Starts the ranks of a test; they may abort at interpreter exit, so what they wrote is what counts."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -10,6 +11,8 @@ from collections.abc import Callable
 import jaxtyping
 from helpers import REPO, free_port
 from warm_ray import quick_ranks
+
+PATIENCE = 900  # seconds that ranks may take, on a machine that others use too
 
 
 def fork_ranks(count: int, work: Callable[..., None], *arguments: object) -> None:
@@ -36,11 +39,14 @@ def _fork(count: int, work: Callable[..., None], *arguments: object) -> list[int
     for process in processes:
         process.start()
     for process in processes:
-        process.join(300)
+        process.join(PATIENCE)
+        process.kill()  # one that hangs
+        process.join()
     return [process.exitcode for process in processes]
 
 
 def _rank(place: dict[str, str], work: Callable[..., None], *arguments: object) -> None:
+    gc.freeze()  # what the test's process holds: the collector would look at it again and again, and copy its pages
     faulthandler.enable(sys.__stderr__)
     jaxtyping.config.update("jaxtyping_disable", True)
     os.environ |= place

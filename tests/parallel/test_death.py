@@ -8,8 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import REPO, SMALL, environment, flags, read_until
+from helpers import REPO, SMALL, flags, read_until
 from launch import torchrun, under_torchrun
+from warm_ray import quick_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -57,7 +58,7 @@ def test_a_rank_that_is_killed_in_training_ends_the_job(tmp_path):
     words = [*SMALL["finetune"], *flags({"steps": 5000, "validation.num-samples": 2, "output": run})]
     started = under_torchrun(2, "-m", "unified_trainer", *words)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(started, cwd=REPO, env=environment(), **pipes) as job:
+    with quick_ranks() as variables, subprocess.Popen(started, cwd=REPO, env=variables, **pipes) as job:
         try:
             read_until(job, "step 1/5000")  # a rank that is still before its first step ends without a word
             ranks = ranks_of(job)

@@ -44,6 +44,12 @@ def four(ranks):
     return ranks[4]
 
 
+@pytest.fixture(scope="module")
+def causal():
+    """The causal passes of one rank."""
+    return meshes.causal_passes(ALONE)
+
+
 @functools.cache
 def alone(method: str) -> dict[str, torch.Tensor]:
     return meshes.trajectory(ALONE, *meshes.PARTS[method](ALONE))
@@ -78,9 +84,9 @@ def test_four_ranks_learn_what_one_does(four, mesh, method):
     assert_one_trajectory(below(four[0], f"{mesh}/{method}/"), alone(method))
 
 
-def test_a_causal_network_with_shared_tokens_is_that_of_one_rank(two):
+def test_a_causal_network_with_shared_tokens_is_that_of_one_rank(two, causal):
     """Three tokens a frame, over two ranks; cached, masked, and attending to clean frames in one pass."""
-    ours, expected = below(two[0], "causal/"), meshes.causal_passes(ALONE)
+    ours, expected = below(two[0], "causal/"), causal
     assert ours.keys() == expected.keys()
     for name in ("cached", "masked", "forced"):
         torch.testing.assert_close(ours[name], expected[name], rtol=0, atol=1e-6)
@@ -90,9 +96,9 @@ def test_a_causal_network_with_shared_tokens_is_that_of_one_rank(two):
     assert not torch.equal(expected["masked"], expected["forced"])
 
 
-def test_a_rank_keeps_its_heads_of_the_cache(two):
+def test_a_rank_keeps_its_heads_of_the_cache(two, causal):
     """Half of the bytes that one rank holds, and as many as `cache_bytes` computes in advance."""
-    ours, expected = two[0], meshes.causal_passes(ALONE)
+    ours, expected = two[0], causal
     assert expected["held"] == expected["said"] == 2 * ours["causal/held"] == 2 * ours["causal/said"] > 0
 
 

@@ -3,6 +3,7 @@
 The ranks are started once, as copies of this process.
 """
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -43,24 +44,30 @@ def metrics(folder):
     return json.loads((folder / "metrics.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def alone():
+    """The gradients and metrics of a method on one rank."""
+    return functools.cache(lambda method: two_ranks.gradients(method, ALONE))
+
+
 def below(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 
 @pytest.mark.parametrize("method", two_ranks.METHODS)
-def test_gradients_are_those_of_one_rank(tensors, method):
+def test_gradients_are_those_of_one_rank(tensors, alone, method):
     """FSDP2 averages over ranks what each rank averaged over its samples: the mean over all of them."""
-    alone, _ = two_ranks.gradients(method, ALONE)
+    expected, _ = alone(method)
     ours = below(tensors, f"{method}/gradients/")
-    for role in {key.split("/")[0] for key in alone}:
-        assert_near(below(ours, f"{role}/"), below(alone, f"{role}/"), 1e-5 if method == "finetune" else 1e-4)
+    for role in {key.split("/")[0] for key in expected}:
+        assert_near(below(ours, f"{role}/"), below(expected, f"{role}/"), 1e-5 if method == "finetune" else 1e-4)
 
 
 @pytest.mark.parametrize("method", two_ranks.METHODS)
-def test_metrics_are_those_of_one_rank(metrics, method):
+def test_metrics_are_those_of_one_rank(metrics, alone, method):
     """Rewards, losses and the largest log-ratio are those of all ranks, not of the main one."""
-    _, alone = two_ranks.gradients(method, ALONE)
-    assert metrics[method] == pytest.approx(alone, rel=1e-4, abs=1e-6)
+    _, expected = alone(method)
+    assert metrics[method] == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def test_the_weights_were_sharded(metrics):

@@ -133,7 +133,13 @@ def reward(file: Path, name: str, codec, **changes) -> Reward:
 
 
 def children() -> list[psutil.Process]:
-    gc.collect()
+    """The processes of scorers, of those too that only a cycle still holds."""
+    if _children():
+        gc.collect()
+    return _children()
+
+
+def _children() -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if "scorer_child" in " ".join(child.cmdline())]
 
 

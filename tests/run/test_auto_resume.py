@@ -10,13 +10,14 @@ import psutil
 import pytest
 import torch.distributed as dist
 import yaml
-from helpers import REPO, SMALL, assert_same, checkpoint_of, environment, flags, metrics_of, read_until, refused
+from helpers import REPO, SMALL, assert_same, checkpoint_of, flags, metrics_of, read_until, refused
 
 from unified_trainer.__main__ import main
 from unified_trainer.run.settings.auto_resume import without_auto
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 from launch import under_torchrun
+from warm_ray import quick_ranks
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -103,7 +104,7 @@ def test_torchrun_starts_a_killed_run_again_and_it_goes_on(tmp_path):
     words = [*SMALL["finetune"], *flags({"steps": 5, "checkpoint-every": 1, "output": tmp_path / "run"})]
     started = under_torchrun(2, "--max-restarts", "1", "-m", "unified_trainer", *words, "--resume", "auto")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(started, cwd=REPO, env=environment(), **pipes) as job:
+    with quick_ranks() as variables, subprocess.Popen(started, cwd=REPO, env=variables, **pipes) as job:
         try:
             read_until(job, "step 2/5")
             ranks = {child.environ()["RANK"]: child for child in psutil.Process(job.pid).children()}

@@ -4,6 +4,7 @@ A copy has everything imported, which is most of what a small run costs. Its typ
 its own. Its words are those of a command line: `-m unified_trainer --method ...`, `script.py ...`.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -128,6 +129,7 @@ def _fork(words: Sequence[str], where: Path, variables: Mapping[str, str], files
     if pid := os.fork():
         return pid
     signal.alarm(SECONDS)
+    gc.freeze()  # what the test's process holds: the collector would look at it again and again, and copy its pages
     code = 1
     try:
         for at, file in enumerate(files, 1):

@@ -30,7 +30,7 @@ import psutil
 import torch
 from helpers import environment
 
-RANKS = "unlike.py"  # ranks that are no program of their own
+PROGRAMS = ("unlike.py", "direct_weights.py")  # of tests, that are copied too
 WORKERS = ("setup_worker.py", "default_worker.py")  # by which Ray starts a worker, with and without an environment
 STAND_IN = """#!{python} -IS
 import json, os, signal, socket, sys
@@ -119,7 +119,7 @@ def _stand_in() -> Iterator[tuple[Path, socket.socket]]:
     """A stand-in for Python, and the socket to which it hands its command lines."""
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
         python, address = Path(folder, "python"), f"{folder}/socket"
-        python.write_text(STAND_IN.format(python=sys.executable, address=address, copied=(*WORKERS, RANKS)))
+        python.write_text(STAND_IN.format(python=sys.executable, address=address, copied=(*WORKERS, *PROGRAMS)))
         python.chmod(0o755)
         listener.bind(address)
         listener.listen(64)
@@ -181,10 +181,9 @@ def _be(words: list[str], where: str, environment: dict[str, str], files: Sequen
             from forked import main
 
             code = main(words[2:])
-        elif words[0].endswith(RANKS):
-            _run(words)
         else:
-            os.execvp = _worker
+            if not words[0].endswith(PROGRAMS):
+                os.execvp = _worker
             _run(words)
             code = 0
     except SystemExit as ended:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from cells import cells
 from expert_world import trainer as expert_trainer
 from forked import program
 from helpers import REPO, assert_same, checkpoint_of, dmd2, metrics_of, tiny_codec
@@ -204,8 +205,17 @@ MATCHING = [
 ]
 
 
+def axes_of(cell: tuple[str]) -> tuple[str, tuple[str, ...]]:
+    """The method of a run, and what is shown of it."""
+    return make_golden_runs.RUNS[cell[0]].split()[1], names_of(cell[0])
+
+
+def names_of(run: str) -> tuple[str, ...]:
+    return (*NAMES[:-1], *(["guided"] if run == "dmd2_decoupled" else []), "g")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MATCHING)
+@pytest.mark.parametrize("name", cells(((name,) for name in MATCHING), axes_of))
 def test_a_run_has_the_same_bits_with_it_and_without(name, tmp_path):
     words = [*make_golden_runs.RUNS[name].split(), "--checkpoint-every", "1", "--validation.num-videos", "2"]
     words += ["--keep-last", "9"]
@@ -216,8 +226,7 @@ def test_a_run_has_the_same_bits_with_it_and_without(name, tmp_path):
     last = len(metrics_of(off))
     assert_same(checkpoint_of(off, last), checkpoint_of(on, last))
     shown = [json.loads(line) for line in (on / "matching" / "step_1" / "samples.jsonl").read_text().splitlines()]
-    names = [*NAMES[:-1], *(["guided"] if name == "dmd2_decoupled" else []), "g"]
-    assert [row["shows"].partition(",")[0] for row in shown] == 2 * names
+    assert [row["shows"].partition(",")[0] for row in shown] == 2 * [*names_of(name)]
     assert (on / "matching" / "step_1" / "contact_sheet.png").is_file()
     assert (on / "rollouts").exists() == (name == "distill_rl")
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import sys
 from pathlib import Path
 
 import direct_weights
@@ -148,11 +147,11 @@ def test_weights_of_another_model_are_refused(name, other):
 
 @pytest.mark.slow
 @pytest.mark.kill
-def test_weights_go_straight_from_memory_to_memory():
+def test_weights_go_straight_from_memory_to_memory(warm):
     """A worker reads a version as it was when it was sent, whatever training does meanwhile, as long as it is needed.
 
     A killed worker, started again, reads it too, and so does each rank of a replica; a changed byte is refused.
     """
     path = os.pathsep.join([str(REPO), str(Path(__file__).parent)])
-    done = shell(sys.executable, direct_weights.__file__, PYTHONPATH=path)
+    done = shell(str(warm.python), direct_weights.__file__, PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
