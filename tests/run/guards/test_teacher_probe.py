@@ -89,6 +89,8 @@ def test_in_the_tiny_world_its_own_measures_are_compared(monkeypatch):
         **{f"{name}_to_teacher": 1.0 for name in ("power", "diversity")},
     }
     assert ratios["frozen"]["world/travel_to_teacher"] > 3 and ratios["alike"]["diversity_to_teacher"] < 1e-3
+    shown["teacher"], shown["student"] = frozen_clips, real  # nearer to the law than the teacher
+    assert probe().run(trainable())["world/travel_to_teacher"] < -3
     guard = DistillationGuard(CONFIG)
     alarms = [guard.after_validation(step, ratios[name]) for step, name in enumerate(("same", "frozen", "alike"))]
     assert alarms[0] is None

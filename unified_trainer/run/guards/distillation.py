@@ -33,14 +33,15 @@ class DistillationGuardConfig(GuardConfig):
     motion: Bounds = (0.5, 2.0)
     """Range of the motion energy of the student's samples over that of the teacher's."""
     diversity: Bounds = (0.5, 3.0)
-    """Range of the diversity of the student's samples of one prompt over that of the teacher's, of world/diversity in
-    the tiny world.
+    """Range of the diversity of the student's samples of one prompt over that of the teacher's.
+
+    In the tiny world it is world/diversity, else that of pixels.
 
     A healthy causal student that does not follow its prompts yet has been measured at more than twice its teacher's.
     """
     departure: Positive = 1.0
-    """How much further than the teacher's the student's samples may be from the law of the tiny world, in std of real
-    clips: in place of saturation and motion."""
+    """Largest excess of a distance of the student's samples from the law of the tiny world over the teacher's, in std
+    of real clips; it is in place of saturation and motion."""
     teacher_prompts: Count = 4
     """Prompts, the first of validation, whose samples are compared with the teacher's at every validation."""
     samples_per_prompt: Annotated[int, at_least(2, 1000)] = 2
