@@ -1,7 +1,8 @@
 """The first and a later validation of two runs of `dance_grpo` on the tiny world, without the prefix validation/.
 
-PLAIN is a run with --sampler.shift 3, seed 100, after 48 steps. HACKED has a scorer of saturation beside HPSv3, which
-makes shapes grow: the run of tests/run/guards/test_hacking_monitor.py, after 8 steps.
+PLAIN is a run with --sampler.shift 3, seed 100, after 48 steps. HACKED has the distances of the run of
+tests/run/guards/test_hacking_monitor.py after 8 steps, whose scorer of saturation makes shapes grow; its reward and
+saturation are round numbers.
 """
 
 PLAIN = (
