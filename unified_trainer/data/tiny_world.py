@@ -32,7 +32,7 @@ PHRASINGS = (
 RADIUS_RANGE = (11.0, 14.0)  # pixels, of the circle of equal area
 TRAVEL_RANGE = (18.0, 26.0)  # pixels, from the first frame of a clip to its last
 OVERLAP = 0.85  # least of a shape with its template; clips that went through the VAE have .90 or more
-LEAD = 0.25  # least of a shape in `leads`; clips that went through the VAE have .35 or more, a curve of power 3 has .22
+LEAD = 0.25  # least of a shape in `leads`; clips that went through the VAE have .31 or more, a curve of power 3 has .22
 
 
 @dataclass(frozen=True)
