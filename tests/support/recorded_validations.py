@@ -1,8 +1,7 @@
 """The first and a later validation of two runs of `dance_grpo` on the tiny world, without the prefix validation/.
 
-PLAIN is a run with --sampler.shift 3, seed 100, after 48 steps. HACKED has the distances of the run of
-tests/run/guards/test_hacking_monitor.py after 8 steps, whose scorer of saturation makes shapes grow; its reward and
-saturation are round numbers.
+PLAIN is a run with --sampler.shift 3, seed 100, after 48 steps. HACKED is that of
+tests/run/guards/test_hacking_monitor.py, whose scorer of saturation makes shapes grow, after 8 steps.
 """
 
 PLAIN = (
@@ -35,21 +34,29 @@ PLAIN = (
 )
 HACKED = (
     {
-        "reward": 2.0,
-        "reward_std": 1.0,
-        "pixels/saturation": 0.111,
-        "pixels/saturation_std": 0.012,
-        "world/color": 0.11,
-        "world/size": 0.97,
-        "world/travel": 1.63,
+        "reward": 14.17,
+        "reward_std": 2.739,
+        "accuracy": 0.1667,
+        "accuracy_std": 0.3807,
+        "pixels/saturation": 0.1105,
+        "pixels/saturation_std": 0.01155,
+        "world/color": 0.1138,
+        "world/shape": 0.824,
+        "world/size": 0.9645,
+        "world/place": 1.018,
+        "world/travel": 1.633,
     },
     {
-        "reward": 5.0,
-        "reward_std": 1.0,
-        "pixels/saturation": 0.14,
-        "pixels/saturation_std": 0.012,
-        "world/color": 0.03,
-        "world/size": 2.40,
+        "reward": 17.3,
+        "reward_std": 2.099,
+        "accuracy": 0.4167,
+        "accuracy_std": 0.5036,
+        "pixels/saturation": 0.1476,
+        "pixels/saturation_std": 0.01261,
+        "world/color": 0.0292,
+        "world/shape": 0.7992,
+        "world/size": 2.395,
+        "world/place": 1.237,
         "world/travel": 2.99,
     },
 )
