@@ -15,6 +15,7 @@ from unified_trainer.data.tiny_world import (
     SUBJECTS,
     Subject,
     check_attributes,
+    coverage,
     draw_clip,
     render,
 )
@@ -112,6 +113,49 @@ def test_a_change_of_color_on_the_way_is_wrong(videos):
     half = videos.clone()
     half[:, :, FRAMES // 2 :] = videos[:, [2, 0, 1]][:, :, FRAMES // 2 :]
     assert verdict(half)["all"] == 0
+
+
+def moving(alpha: torch.Tensor) -> torch.Tensor:
+    """A video of a red shape, given by its share of each pixel, that moves right by 16 pixels."""
+    ground, red = (torch.tensor(one).view(3, 1, 1, 1) for one in (BACKGROUND, COLORS["red"]))
+    return (ground + (red - ground) * torch.stack([alpha.roll(step, 1) for step in range(-8, 9)]))[None]
+
+
+def template(shape: str, radius: float = 12.0) -> torch.Tensor:
+    return coverage(shape, *(torch.tensor([value]) for value in (SIZE / 2, SIZE / 2, radius)))[0]
+
+
+def curve(power: float) -> torch.Tensor:
+    """|x|^p + |y|^p = r^p: a circle at p = 2, and at p of about 3.5 as near to the square."""
+    grid = (torch.arange(SIZE) + 0.5 - SIZE / 2).abs()
+    return (11.5 - (grid[None] ** power + grid[:, None] ** power) ** (1 / power)).add(0.5).clamp(0, 1)
+
+
+def blurred(shape: str, times: int) -> torch.Tensor:
+    alpha = template(shape)[None]
+    for _ in range(times):  # 1.4 pixels of standard deviation each
+        alpha = torch.nn.functional.avg_pool2d(alpha, 5, 1, 2)
+    return alpha[0]
+
+
+NEAR_MISSES = {
+    **{f"a rounded square, power {power}": curve(power) for power in (3.0, 3.2, 3.5, 4.0, 5.0)},
+    **{
+        f"a triangle cut at {cut}": torch.minimum(template("triangle"), template("circle", 12 * cut))
+        for cut in (1.0, 1.1, 1.2)
+    },
+    **{f"a {shape} blurred {times} times": blurred(shape, times) for shape in SHAPES for times in (2, 4, 8, 16)},
+}
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_what_is_nearly_a_circle_is_none(name):
+    assert not check_attributes(moving(NEAR_MISSES[name]), [Subject("red", "circle", "right")])["shape"].any()
+
+
+def test_curves_near_the_templates_are_recognised():
+    for power, shape in ((2.0, "circle"), (2.5, "circle"), (8.0, "square"), (20.0, "square")):
+        assert verdict(moving(curve(power)), [Subject("red", shape, "right")])["all"] == 1
 
 
 def test_counts_must_match(videos):

@@ -14,7 +14,6 @@ from unified_trainer.data.tiny_world import (
     SUBJECTS,
     Clip,
     Subject,
-    check_attributes,
     draw_clip,
     render,
 )
@@ -122,10 +121,10 @@ def test_another_color_and_shape_are_far(clips):
         assert attributes(clips, asked)[f"world/{part}"].min() > 0.98
 
 
-def test_a_rounded_square_is_no_circle_though_the_accuracy_takes_it_for_one():
+def test_a_rounded_square_is_far_from_the_circle():
     """The curve |x|^p + |y|^p = r^p: a circle at p = 2, and nearer to the square from p of about 3.5 on."""
     grid = torch.arange(SIZE) + 0.5 - SIZE / 2
-    subject, circle, square = (Subject("red", shape, "right") for shape in ("circle", "circle", "square"))
+    circle, square = (Subject("red", shape, "right") for shape in ("circle", "square"))
     lead = {}
     for power in (2.0, 3.2, 20.0):
         radius = 12.0 if power == 2 else 11.0
@@ -136,8 +135,6 @@ def test_a_rounded_square_is_no_circle_though_the_accuracy_takes_it_for_one():
         frames = [ground[:, :, 0] + (color - ground)[:, :, 0] * alpha.roll(step, 1) for step in range(-8, 9)]
         video = torch.stack(frames, 2)
         lead[power] = [float(attributes(video, [one])["world/shape"]) for one in (circle, square)]
-        if power == 3.2:
-            assert check_attributes(video, [subject])["shape"].all()
     assert lead[2.0][0] < 0.1 and lead[20.0][1] < 0.2
     assert 0.74 < lead[3.2][0] < 1.0  # more than all real clips, at most .74 after the VAE
 

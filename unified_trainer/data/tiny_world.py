@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from jaxtyping import Bool, Float
@@ -30,6 +31,8 @@ PHRASINGS = (
 )
 RADIUS_RANGE = (11.0, 14.0)  # pixels, of the circle of equal area
 TRAVEL_RANGE = (18.0, 26.0)  # pixels, from the first frame of a clip to its last
+OVERLAP = 0.85  # least of a shape with its template; clips that went through the VAE have .90 or more
+LEAD = 0.25  # least of a shape in `leads`; clips that went through the VAE have .31 or more, a curve of power 3 has .22
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,8 @@ def check_attributes(video: Float[Tensor, "b 3 t h w"], subjects: Sequence[Subje
     """Check which videos in [0, 1] show their subject: by `color`, `shape`, `direction`, and `all` of them.
 
     Color: the palette color nearest in angle to the mean difference from the ground, in all thirds of the clip.
-    Shape: the template of equal area and centre with the largest overlap, which must exceed 0.8.
+    Shape: the template of equal area and centre with the largest overlap, as a mean over frames. It must be OVERLAP or
+    more, which a blurred shape has not, and lead by LEAD or more, which a shape between two templates does not.
     Direction: the axis and sign of the centroid's path, at least 8 pixels long and twice its sideways part.
     """
     if len(video) != len(subjects):
@@ -169,13 +173,9 @@ def read(clip: Float[Tensor, "3 t h w"]) -> dict[str, str | None]:
     grid = torch.arange(SIZE, dtype=clip.dtype) + 0.5
     x = (alpha.sum(1) @ grid) / area
     y = (alpha.sum(2) @ grid) / area
-    radius = (area / math.pi).sqrt()
-    overlap = {}
-    for name in SHAPES:
-        template = coverage(name, x, y, radius)
-        joint = torch.minimum(alpha, template).sum((1, 2)) / torch.maximum(alpha, template).sum((1, 2))
-        overlap[name] = float(joint.mean())
-    shape = max(overlap, key=lambda name: overlap[name])
+    overlap = overlaps(alpha, x, y, (area / math.pi).sqrt()).mean(1)
+    best = int(overlap.argmax())
+    clear = bool(overlap[best] >= OVERLAP) and bool(leads(overlap)[best] >= LEAD)
     dx, dy = float(x[-1] - x[0]), float(y[-1] - y[0])
     if abs(dx) > abs(dy):
         along, aside, direction = abs(dx), abs(dy), "right" if dx > 0 else "left"
@@ -183,9 +183,38 @@ def read(clip: Float[Tensor, "3 t h w"]) -> dict[str, str | None]:
         along, aside, direction = abs(dy), abs(dx), "down" if dy > 0 else "up"
     return {
         "color": color,
-        "shape": shape if overlap[shape] > 0.8 else None,
+        "shape": SHAPES[best] if clear else None,
         "direction": direction if along >= 8 and along >= 2 * aside else None,
     }
+
+
+def overlaps(
+    alpha: Float[Tensor, "n h w"], x: Float[Tensor, " n"], y: Float[Tensor, " n"], radius: Float[Tensor, " n"]
+) -> Float[Tensor, "shapes n"]:
+    """Compute the overlap of shapes with the templates of their centre and area: intersection over union."""
+    templates = torch.stack([coverage(name, x, y, radius) for name in SHAPES])
+    return torch.minimum(alpha, templates).sum((2, 3)) / torch.maximum(alpha, templates).sum((2, 3))
+
+
+def leads(overlap: Float[Tensor, "shapes ..."]) -> Float[Tensor, "shapes ..."]:
+    """Compute how much more each template overlaps than the best of the others: 1 as the template itself leads.
+
+    It is 0 for a shape between two templates, and less for one that is nearer to another.
+    """
+    lead = _leads(overlap)
+    return lead / _leads_of_templates().view(-1, *(1 for _ in lead.shape[1:]))
+
+
+def _leads(overlap: Float[Tensor, "shapes ..."]) -> Float[Tensor, "shapes ..."]:
+    first, second = overlap.topk(2, dim=0).values
+    return overlap - torch.where(overlap == first, second, first)
+
+
+@cache
+def _leads_of_templates() -> Float[Tensor, " shapes"]:
+    middle, radius = torch.full((1,), SIZE / 2), torch.full((1,), sum(RADIUS_RANGE) / 2)
+    templates = [coverage(name, middle, middle, radius) for name in SHAPES]
+    return _leads(torch.cat([overlaps(one, middle, middle, radius) for one in templates], 1)).diagonal()
 
 
 def _thirds(*tensors: Tensor) -> zip:

@@ -5,23 +5,22 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional
 
 from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.data import tiny_world
-from unified_trainer.data.tiny_world import SHAPES, SIZE, Subject, coverage
+from unified_trainer.data.tiny_world import SHAPES, SIZE, Subject
 from unified_trainer.numerics.wasserstein import wasserstein
 
 WORLD, DRAWN = "world/", "drawn/"  # before the names of distances, and of the attributes of a sample
+DISTANCES = tuple(f"{WORLD}{name}" for name in ("color", "place", "shape", "size", "travel"))  # 0 is best
+DIVERSITY = f"{WORLD}diversity"
 ATTRIBUTES = ("size", "x", "y", "travel")  # of a clip, in the order of its law
 DRAWS = 2000  # clips of a subject, whose attributes are the real law
 OTHER_COLOR = 0.70  # distance of the two nearest of COLORS, red and yellow
 CORE = 0.8  # share of a frame's largest difference from the ground, above which pixels show its own color
 STRIDE = 4  # frames between two that are measured; the first and the last of a clip are
-
-OfFrames = Float[Tensor, "b t"]
 
 
 def attributes(video: Video, subjects: Sequence[Subject]) -> dict[str, PerSample]:
@@ -33,8 +32,8 @@ def attributes(video: Video, subjects: Sequence[Subject]) -> dict[str, PerSample
     from the ground.
 
     world/color is the distance of that color from the subject's in RGB, 1 for the distance of red and yellow.
-    world/shape is 1 minus the lead of the subject's template in overlap over the next one, relative to the lead of the
-    template itself: 0 for the template, 1 for a shape between two, more for another shape.
+    world/shape is 1 minus the subject's `tiny_world.leads`: 0 for its template, 1 for a shape between two, more for
+    another shape.
     """
     ground = torch.tensor(tiny_world.BACKGROUND).view(3, 1, 1, 1)
     difference = video[:, :, ::STRIDE].cpu().float() - ground
@@ -50,7 +49,8 @@ def attributes(video: Video, subjects: Sequence[Subject]) -> dict[str, PerSample
     wanted = torch.tensor([tiny_world.COLORS[subject.color] for subject in subjects]) - ground.flatten()
     way = torch.stack([x[:, -1] - x[:, 0], y[:, -1] - y[:, 0]], 1)
     shape = torch.tensor([SHAPES.index(subject.shape) for subject in subjects])
-    lead = _lead(alpha, x, y, radius, shape) / _lead_of_templates()[shape]
+    overlap = tiny_world.overlaps(alpha.flatten(0, 1), x.flatten(), y.flatten(), radius.flatten())
+    lead = tiny_world.leads(overlap.unflatten(1, x.shape).mean(2))[shape, torch.arange(len(shape))]
     return {
         f"{DRAWN}size": radius.mean(1),
         f"{DRAWN}x": x.mean(1),
@@ -81,7 +81,7 @@ def world_distances(columns: Mapping[str, Tensor], captions: Sequence[str]) -> d
             spread += [float(values.var() / real.var())] if len(own) > 1 else []
     size, x, y, travel = (sum(parts) / len(parts) for parts in far.values())
     distances = {f"{WORLD}size": size, f"{WORLD}place": (x + y) / 2, f"{WORLD}travel": travel}
-    return distances | ({f"{WORLD}diversity": math.sqrt(sum(spread) / len(spread))} if spread else {})
+    return distances | ({DIVERSITY: math.sqrt(sum(spread) / len(spread))} if spread else {})
 
 
 @cache
@@ -90,24 +90,3 @@ def _law(subject: Subject) -> dict[str, Float[Tensor, " n"]]:
     clips = [tiny_world.draw_clip(subject, generator) for _ in range(DRAWS)]
     rows = torch.tensor([(clip.radius, *clip.centre, clip.travel) for clip in clips], dtype=torch.float64)
     return dict(zip(ATTRIBUTES, rows.unbind(1), strict=True))
-
-
-def _lead(
-    alpha: Float[Tensor, "b t h w"], x: OfFrames, y: OfFrames, radius: OfFrames, wanted: Int[Tensor, " b"]
-) -> PerSample:
-    """Return how much more the wanted template overlaps than the best of the others, as a mean over frames."""
-    overlaps = []
-    for name in SHAPES:
-        template = coverage(name, x.flatten(), y.flatten(), radius.flatten()).view_as(alpha)
-        joint = torch.minimum(alpha, template).sum((2, 3)) / torch.maximum(alpha, template).sum((2, 3))
-        overlaps.append(joint.mean(1))
-    table, own = torch.stack(overlaps, 1), functional.one_hot(wanted, len(SHAPES)).bool()
-    return table[own] - table.masked_fill(own, -1).amax(1)
-
-
-@cache
-def _lead_of_templates() -> Float[Tensor, " shapes"]:
-    middle, radius = torch.full((1,), SIZE / 2), torch.full((1,), sum(tiny_world.RADIUS_RANGE) / 2)
-    templates = torch.stack([coverage(name, middle, middle, radius) for name in SHAPES])
-    places = middle.expand(len(SHAPES), 1)
-    return _lead(templates, places, places, radius.expand_as(places), torch.arange(len(SHAPES)))

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.data.tiny_world_measures import DISTANCES
 from unified_trainer.run.guards.base import Alarm
 from unified_trainer.run.guards.distillation import DistillationGuard, DistillationGuardConfig
 
@@ -78,6 +79,17 @@ def test_samples_unlike_the_teachers(name):
         )
         assert guard.verdict == {"guard_alarm": 1.0}
     assert guard.after_validation(150, looks(**{name: 1.9})) is None and guard.window_starts == (151,)
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_samples_further_from_the_law_of_the_tiny_world_than_the_teachers(name):
+    guard = DistillationGuard(DistillationGuardConfig(departure=0.5))
+    near = {f"{other}_to_teacher": 0.1 for other in DISTANCES} | {"power_to_teacher": 1.0}
+    assert guard.after_validation(0, near | {f"{name}_to_teacher": 0.7}) is None  # a student that starts there
+    assert guard.after_validation(50, near | {f"{name}_to_teacher": -2.0}) is None  # nearer than the teacher
+    alarm = guard.after_validation(100, near | {f"{name}_to_teacher": 0.75})
+    assert alarm and alarm.first == 51
+    assert alarm.why == f"{name} of the samples +0.75 from the teacher's, +0.7 at first, at most 0.5"
 
 
 def test_a_student_that_starts_unlike_its_teacher_must_not_go_further():

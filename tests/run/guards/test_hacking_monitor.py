@@ -6,6 +6,7 @@ import signal
 
 import pytest
 from helpers import SMALL, copy_of, flags, metrics_of, run
+from recorded_validations import HACKED, PLAIN
 
 from unified_trainer.__main__ import main
 from unified_trainer.run.checkpoint import manifest
@@ -132,6 +133,17 @@ def test_in_the_tiny_world_the_signs_are_distances_from_its_law(changes, message
     assert one.watch(FIRST | WORLD) is None
     expected = None if message is None else f"reward rose 2 -> 3 (+1.0 std) while {message}"
     assert one.watch(FIRST | WORLD | UP | changes) == expected
+
+
+def test_of_recorded_runs_it_reports_the_planted_shortcut_alone():
+    said = {}
+    for name, (first, later) in {"plain": PLAIN, "planted": HACKED}.items():
+        one = HackingMonitor(HackingMonitorConfig(), ("accuracy",))
+        assert one.watch(first) is None
+        said[name] = one.watch(later)
+    assert said["plain"] is None
+    assert "world/size rose" in said["planted"] and "world/travel rose" in said["planted"]
+    assert "pixels/" not in said["planted"]
 
 
 def test_off_reports_nothing_and_still_keeps_its_reference():

@@ -3,10 +3,13 @@
 import json
 
 import pytest
+import torch
 from helpers import ALONE, LATENT_SHAPE, frozen, tiny_codec, trainable
 
 from unified_trainer.basics.requests import Request
-from unified_trainer.run.guards.distillation import LOOKS, DistillationGuardConfig
+from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, draw_clip, render
+from unified_trainer.data.tiny_world_measures import DISTANCES
+from unified_trainer.run.guards.distillation import LOOKS, DistillationGuard, DistillationGuardConfig
 from unified_trainer.run.guards.teacher_probe import TeacherProbe
 from unified_trainer.sampling.solver import SamplerConfig
 
@@ -62,3 +65,34 @@ def test_the_teacher_is_measured_once_and_kept_in_the_checkpoint(monkeypatch):
     assert resumed.run(trainable()) == ratios and roles == ["student"]
     other.run(trainable())  # its noise is another one
     assert roles == ["student", "teacher", "student"]
+
+
+def test_in_the_tiny_world_its_own_measures_are_compared(monkeypatch):
+    """The teacher draws real clips here, and the student the same ones, a frozen one, or one clip for each prompt."""
+    clips = [
+        draw_clip(SUBJECT_OF_CAPTION[one], torch.Generator().manual_seed(i)) for i, one in enumerate(PROMPTS[:2] * 2)
+    ]
+    real = render([clips[i] for i in (0, 2, 1, 3)])  # two of each prompt
+    frozen_clips, alike = real[:, :, :1].expand_as(real), real[[0, 0, 2, 2]]
+    shown = {"teacher": real}
+
+    def made(self, role, sampler, samples):
+        return torch.ones(len(samples), *LATENT_SHAPE), shown[role.name][samples]
+
+    monkeypatch.setattr(TeacherProbe, "_generate", made)
+    ratios = {}
+    for name, video in (("same", real), ("frozen", frozen_clips), ("alike", alike)):
+        shown["student"] = video
+        ratios[name] = probe(batch=3).run(trainable())
+    assert ratios["same"] == {
+        **{f"{name}_to_teacher": 0.0 for name in DISTANCES},
+        **{f"{name}_to_teacher": 1.0 for name in ("power", "diversity")},
+    }
+    assert ratios["frozen"]["world/travel_to_teacher"] > 3 and ratios["alike"]["diversity_to_teacher"] < 1e-3
+    shown["teacher"], shown["student"] = frozen_clips, real  # nearer to the law than the teacher
+    assert probe().run(trainable())["world/travel_to_teacher"] < -3
+    guard = DistillationGuard(CONFIG)
+    alarms = [guard.after_validation(step, ratios[name]) for step, name in enumerate(("same", "frozen", "alike"))]
+    assert alarms[0] is None
+    assert alarms[1] and "world/travel of the samples +" in alarms[1].why and "saturation" not in alarms[1].why
+    assert alarms[2] and "diversity of the samples" in alarms[2].why

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from recorded_validations import HACKED, PLAIN
 from run_folders import STEPS, make_run, metric_rows, training_row, validation_row
 
 from unified_trainer.__main__ import main
@@ -119,6 +120,22 @@ def test_ranges_around_the_first_value(tmp_path):
     assert found[0].low == pytest.approx(0.05) and found[0].high == pytest.approx(0.35)
     assert found[1].low == pytest.approx(0.2) and found[1].high is None
     assert found[2].low == pytest.approx(0.65) and found[2].high is None
+
+
+def test_of_recorded_runs_only_the_planted_shortcut_leaves_healthy_ranges(tmp_path):
+    """The saturation of both drifts by more than 1.5 std: in the tiny world distances from its law are read instead."""
+    departed = {}
+    for name, (first, later) in {"plain": PLAIN, "planted": HACKED}.items():
+        drifted = {"pixels/saturation": later["pixels/saturation"] + 0.02}
+        rows = [validation_row(0, **first), validation_row(10, **later | drifted)]
+        run = read_run(make_run(tmp_path / name, videos=0, rows=rows))
+        departed[name] = {one.metric for one in departures(run)}
+        bare = [{key: value for key, value in row.items() if "world/" not in key} for row in rows]
+        others = {one.metric for one in departures(read_run(make_run(tmp_path / f"{name}-bare", videos=0, rows=bare)))}
+        assert "validation/pixels/saturation" in others
+    assert departed["plain"] == set()
+    assert departed["planted"] >= {"validation/world/size", "validation/world/travel"}
+    assert not [name for name in departed["planted"] if "pixels/" in name]
 
 
 def test_a_range_of_means_counts_no_single_value(tmp_path):

@@ -1,6 +1,7 @@
 """The guard of distillation: its rule over the critic's error, sample power, and the looks of student and teacher.
 
-A student that is moved by a critic which does not know it is destroyed while its loss falls (docs/methods/dmd2.md).
+A student that is moved by a critic which does not know it is destroyed while its loss falls (docs/methods/dmd2.md). In
+the tiny world the looks are its exact measures, which the hacking monitor reads too.
 """
 
 import math
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Count, Positive, at_least
+from unified_trainer.data.tiny_world_measures import DISTANCES
 from unified_trainer.run.guards.base import Alarm, GuardConfig
 
 ERROR, POWER = "critic_to_teacher_error", "sample_power"  # metrics of training
@@ -33,8 +35,13 @@ class DistillationGuardConfig(GuardConfig):
     diversity: Bounds = (0.5, 3.0)
     """Range of the diversity of the student's samples of one prompt over that of the teacher's.
 
+    In the tiny world it is world/diversity, else that of pixels.
+
     A healthy causal student that does not follow its prompts yet has been measured at more than twice its teacher's.
     """
+    departure: Positive = 1.0
+    """Largest excess of a distance of the student's samples from the law of the tiny world over the teacher's, in std
+    of real clips; it is in place of saturation and motion."""
     teacher_prompts: Count = 4
     """Prompts, the first of validation, whose samples are compared with the teacher's at every validation."""
     samples_per_prompt: Annotated[int, at_least(2, 1000)] = 2
@@ -50,7 +57,9 @@ class DistillationGuardConfig(GuardConfig):
                 raise UserError(f"guard.{name} must be a range around 1, the teacher's own value, not {low:g} {high:g}")
 
     def bounds(self, name: str) -> Bounds:
-        """Return the range of one of LOOKS."""
+        """Return the range of one of LOOKS, a ratio, or of DISTANCES, a difference."""
+        if name in DISTANCES:
+            return -math.inf, self.departure
         return {
             "power": self.power,
             "saturation": self.saturation,
@@ -127,10 +136,11 @@ class DistillationGuard:
     def after_validation(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
         """Compare the samples of a validation with the teacher's: metrics power_to_teacher and so on.
 
-        A ratio is outside if it leaves its range. A student that starts outside, as one of few steps may, must not go
-        further: the first validation widens the range. The window of an alarm begins after the last silent validation.
+        A ratio, or a difference of DISTANCES, is outside if it leaves its range. A student that starts outside, as one
+        of few steps may, must not go further: the first validation widens the range. The window of an alarm begins
+        after the last silent validation.
         """
-        seen = {name: metrics[f"{name}_to_teacher"] for name in LOOKS if f"{name}_to_teacher" in metrics}
+        seen = {name: metrics[f"{name}_to_teacher"] for name in (*LOOKS, *DISTANCES) if f"{name}_to_teacher" in metrics}
         for name, value in seen.items():
             self._first_looks.setdefault(name, value)
         faults = [words for name, value in seen.items() if (words := self._look_fault(name, value))]
@@ -161,6 +171,8 @@ class DistillationGuard:
         low, high = self.config.bounds(name)
         if min(low, first) <= value <= max(high, first):
             return ""
+        if name in DISTANCES:
+            return f"{name} of the samples {value:+.3g} from the teacher's, {first:+.3g} at first, at most {high:g}"
         return f"{name} of the samples {value:.3g} times the teacher's, {first:.3g} at first, range {low:g} to {high:g}"
 
 

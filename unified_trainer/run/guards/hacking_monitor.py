@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from unified_trainer.basics.ranges import Decay, Positive
+from unified_trainer.data import tiny_world_measures
+from unified_trainer.data.tiny_world_measures import DISTANCES
 from unified_trainer.run.guards.base import Alarm, GuardConfig
 
 DIVERSITY = "pixels/diversity"
 IN_TRAINING = f"train/{DIVERSITY}"
-DISTANCES = ("world/color", "world/place", "world/shape", "world/size", "world/travel")  # of the tiny world
-WORLD_DIVERSITY = "world/diversity"
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class HackingMonitor:
             "rose": [name for name in world if seen[name] - self.reference[name] >= self.config.departure],
         }
         changes = [self._change(name, seen, verb) for verb, names in signs.items() for name in names]
-        for name in (WORLD_DIVERSITY if world else DIVERSITY, IN_TRAINING):
+        for name in (tiny_world_measures.DIVERSITY if world else DIVERSITY, IN_TRAINING):
             if name in seen and seen[name] < self.config.collapse * self.reference[name]:
                 changes.append(self._change(name, seen, "fell"))
         return f"{self._change('reward', seen, 'rose')} while {', '.join(changes)}" if changes else None

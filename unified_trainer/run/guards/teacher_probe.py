@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from unified_trainer.basics.requests import Request
+from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.data.loader import make_batch
+from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, is_tiny_world
+from unified_trainer.data.tiny_world_measures import DISTANCES, DIVERSITY, attributes, world_distances
 from unified_trainer.models.base import Codec
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import GuidanceScale
@@ -19,8 +22,10 @@ from unified_trainer.parallel.meter import phase
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rewards.pixels import diversity, motion_energy, saturation, thumbnail
 from unified_trainer.roles.role import Role, Trainable
-from unified_trainer.run.guards.distillation import DistillationGuardConfig
+from unified_trainer.run.guards.distillation import LOOKS, DistillationGuardConfig
 from unified_trainer.sampling.solver import SamplerConfig, generate
+
+THUMBNAILS = "thumbnails"
 
 
 class TeacherProbe:
@@ -61,7 +66,7 @@ class TeacherProbe:
         )
         self._reference: dict[str, float] = {}
         identities = [request.identity for request in self._requests]
-        settings = json.dumps([identities, repr(self._teacher_sampler), seed, latent_shape])
+        settings = json.dumps([identities, repr(self._teacher_sampler), seed, latent_shape, DISTANCES])
         self._of = hashlib.sha256(settings.encode()).hexdigest()  # what the reference was measured of
 
     @property
@@ -75,15 +80,20 @@ class TeacherProbe:
         self._reference = dict(held["values"]) if held.get("of") == self._of else {}
 
     def run(self, student: Trainable) -> dict[str, float]:
-        """Return NAME_to_teacher of the student's power, saturation, motion and diversity (a collective)."""
+        """Return NAME_to_teacher of the student's power, saturation, motion and diversity (a collective).
+
+        In the tiny world its own measures are in place of saturation and motion, and diversity is world/diversity. Each
+        is the student's value over the teacher's; of DISTANCES, which may be 0, minus the teacher's.
+        """
         if not self._reference:
             with phase("teacher"):
                 self._reference = self._measure(self._teacher, self._teacher_sampler)
         with student.sampling_weights(ema=self._ema):
             own = self._measure(student, self._sampler)
-        return {
-            f"{name}_to_teacher": own[name] / value for name, value in self._reference.items() if value and name in own
-        }
+        both = self._reference.keys() & own.keys()
+        ratios = {name: own[name] / self._reference[name] for name in LOOKS if name in both and self._reference[name]}
+        further = {name: own[name] - self._reference[name] for name in DISTANCES if name in both}
+        return {f"{name}_to_teacher": value for name, value in (ratios | further).items()}
 
     @torch.no_grad()
     def _measure(self, role: Role, sampler: SamplerConfig) -> dict[str, float]:
@@ -91,22 +101,28 @@ class TeacherProbe:
         total, ranks = len(self._requests), self._mesh.data_size
         count = -(-total // ranks)
         mine = [(self._mesh.data_rank * count + i) % total for i in range(count)]
-        columns: dict[str, list[Tensor]] = {}
-        thumbnails = []
+        parts: dict[str, list[Tensor]] = {}
         for start in range(0, count, self._size):
-            x0, video = self._generate(role, sampler, mine[start : start + self._size])
-            columns.setdefault("power", []).append(x0.square().flatten(1).mean(1))
-            columns.setdefault("saturation", []).append(saturation(video))
-            if video.shape[2] > 1:
-                columns.setdefault("motion", []).append(motion_energy(video))
-            thumbnails.append(thumbnail(video))
-
-        def of_all(parts: list[Tensor]) -> Tensor:
-            return self._mesh.gather(torch.cat(parts)).cpu().double()[:total]
-
-        means = {name: of_all(parts).mean().item() for name, parts in columns.items()}
-        spread = diversity(of_all(thumbnails), self._requests)
+            samples = mine[start : start + self._size]
+            x0, video = self._generate(role, sampler, samples)
+            for name, rows in ({"power": x0.square().flatten(1).mean(1)} | self._looks(video, samples)).items():
+                parts.setdefault(name, []).append(rows.to(self._mesh.device))
+        columns = {name: self._mesh.gather(torch.cat(rows)).cpu().double()[:total] for name, rows in parts.items()}
+        if THUMBNAILS in columns:
+            spread, far = diversity(columns.pop(THUMBNAILS), self._requests), {}
+        else:
+            far = world_distances(columns, [request.text for request in self._requests])
+            spread = far.pop(DIVERSITY, None)
+        means = {name: rows.mean().item() for name, rows in columns.items()} | far
         return means if spread is None else means | {"diversity": spread}
+
+    def _looks(self, video: Video, samples: list[int]) -> dict[str, PerSample]:
+        """Return the attributes of samples in the tiny world, else statistics of their pixels and thumbnails."""
+        texts = [request.text for request in self._requests]
+        if is_tiny_world(video.shape[2:], texts):
+            return attributes(video, [SUBJECT_OF_CAPTION[texts[i]] for i in samples])
+        motion = {"motion": motion_energy(video)} if video.shape[2] > 1 else {}
+        return {"saturation": saturation(video), THUMBNAILS: thumbnail(video)} | motion
 
     def _generate(self, role: Role, sampler: SamplerConfig, samples: list[int]) -> tuple[Tensor, Tensor]:
         """Return latents and videos; the noise of a sample is a function of the seed and its number."""

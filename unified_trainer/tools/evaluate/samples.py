@@ -39,7 +39,7 @@ from unified_trainer.tools.load_run import LoadedRole
 from unified_trainer.tools.output_folder import write_text
 from unified_trainer.tools.sample.sample import draw_latents
 
-VERSION = 3
+VERSION = 4
 FILE, TENSORS = "measured.json", "features.safetensors"
 
 

@@ -35,8 +35,8 @@ class Healthy:
     """The healthy range of a metric: fixed, or relative to the first value of the run.
 
     `low` and `high` are bounds. `fall` and `drift` name a setting in standard deviations of the samples below, or
-    around, the first value; `share` names a setting with a fraction of the first value; `high_settings` name settings
-    whose smallest value is the upper bound.
+    around, the first value, `rise` one of what may be added to it, and `share` one with a fraction of it;
+    `high_settings` name settings whose smallest value is the upper bound.
     """
 
     low: float | None = None
@@ -45,9 +45,11 @@ class Healthy:
     mean_of: int = 1  # successive values whose mean is compared
     fall: str = ""
     drift: str = ""
+    rise: str = ""
     share: str = ""
     high_settings: Sequence[str] = ()
     held_out: bool = False  # only where no reward contains the metric
+    inexact: bool = False  # only in runs without the exact measures of the tiny world
     advice: str = ""
 
 

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from unified_trainer.data.tiny_world_measures import DISTANCES
 from unified_trainer.tools.report.glossary import HEALTHY, Healthy, documented_name
 from unified_trainer.tools.report.run_folder import VALIDATION, Curve, RunRecord
 
@@ -33,10 +34,11 @@ class Departure:
 def bands(run: RunRecord) -> dict[str, Band]:
     """Return the healthy range of every metric that has one in this run."""
     held_out = held_out_metrics(run)
+    exact = any(f"{VALIDATION}{name}" in run.curves for name in DISTANCES)
     by_name = {}
     for name, curve in run.curves.items():
         healthy = HEALTHY.get(documented_name(name) or "")
-        if healthy is None or (healthy.held_out and name not in held_out):
+        if healthy is None or (healthy.held_out and name not in held_out) or (healthy.inexact and exact):
             continue
         low, high = _bounds(healthy, curve, run)
         if low is not None or high is not None:
@@ -76,6 +78,9 @@ def _bounds(healthy: Healthy, curve: Curve, run: RunRecord) -> tuple[float | Non
     if healthy.share:
         share = _number(run.config.get(healthy.share))
         return (None if share is None else share * first), None
+    if healthy.rise:
+        width = _number(run.config.get(healthy.rise))
+        return None, None if width is None else first + width
     if key := healthy.fall or healthy.drift:
         spread = run.curves.get(f"{VALIDATION}{curve.name.removeprefix(VALIDATION)}_std")
         width = _number(run.config.get(key))
@@ -106,7 +111,7 @@ def _words(healthy: Healthy, low: float | None, high: float | None) -> str:
         words = f"{above} {high:.4g}" if low is None else f"{below} {low:.4g}"
     if healthy.mean_of > 1:
         words += f" on average over {healthy.mean_of} values"
-    key = healthy.fall or healthy.drift or healthy.share
+    key = healthy.fall or healthy.drift or healthy.rise or healthy.share
     return f"{words} ({key})" if key else words
 
 
