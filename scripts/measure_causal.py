@@ -40,7 +40,8 @@ from unified_trainer.roles.causal import Causal
 from unified_trainer.run.registry import TINY
 from unified_trainer.sampling.solver import next_chunks
 from unified_trainer.tools.load_run import LoadedRole, load_role
-from unified_trainer.tools.sample.sample import begin_samples, of_length, pieces
+from unified_trainer.tools.sample.latents import begin_samples
+from unified_trainer.tools.sample.sample import of_length, pieces
 
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
 CPU, BATCH, CHUNK = torch.device("cpu"), 32, 4

@@ -27,7 +27,8 @@ from unified_trainer.run.train import started
 from unified_trainer.run.train import train as run_training
 from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.report.after_training import report_after
-from unified_trainer.tools.sample.sample import check_images, draw_latents
+from unified_trainer.tools.sample.latents import draw_latents
+from unified_trainer.tools.sample.sample import check_images
 
 
 def configure(recipe: str, method: str, settings: Mapping[str, Any] | None = None) -> RunConfig:

@@ -35,7 +35,8 @@ from unified_trainer.models.wan.model import WanModel
 from unified_trainer.run.plan.plan import check
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.tools.load_run import load_role
-from unified_trainer.tools.sample.sample import open_stream, pieces, read_lines, videos
+from unified_trainer.tools.sample.latents import Stream
+from unified_trainer.tools.sample.sample import pieces, read_lines, videos
 
 pytestmark = pytest.mark.slow
 
@@ -160,12 +161,12 @@ def test_a_stream_and_an_export_make_the_videos_of_sample(model, table, tmp_path
     by_chunk = torch.cat(list(parts), 2)
     torch.testing.assert_close(by_chunk, expected, rtol=0, atol=1e-6)  # a VAE rounds parts in its own way
     codec = WAN.codec(loaded.base, ALONE.device, EncoderConfig())
-    stream = open_stream(loaded, codec, [Request(request.text) for request in requests], [3, 4, 5])
-    actions, decode, made, done = torch.tensor([acts(13, i) for i in range(3)]), codec.decoder(), [], 0
-    while stream.left:
-        frames = stream.frames
-        made.append(decode(stream.next(actions[:, done : done + frames])))
-        done += frames
+    stream = Stream(loaded, codec, [Request(request.text) for request in requests], [3, 4, 5], loaded.actions)
+    actions, made, done = torch.tensor([acts(13, i) for i in range(3)]), [], 0
+    while done < 13:
+        rows = actions[:, done : done + stream.frames]
+        made.append(stream.decode(stream.next(actions=rows)))
+        done += rows.shape[1]
     assert torch.equal(torch.cat(made, 2), by_chunk)
     other = torch.stack([actions[1], actions[0], actions[2]]).numpy()
     np.save(tmp_path / "shared.npy", other[0])

@@ -37,7 +37,7 @@ from unified_trainer.tools.evaluate.checkpoints import Checkpoint
 from unified_trainer.tools.evaluate.plan import Plan, noise_number
 from unified_trainer.tools.load_run import LoadedRole
 from unified_trainer.tools.output_folder import write_text
-from unified_trainer.tools.sample.sample import draw_latents
+from unified_trainer.tools.sample.latents import draw_latents
 
 VERSION = 3
 FILE, TENSORS = "measured.json", "features.safetensors"

@@ -20,8 +20,9 @@ from unified_trainer.run.registry import add_families, family_of
 from unified_trainer.run.settings import config as settings
 from unified_trainer.run.settings.command_line import read_reward
 from unified_trainer.tools.load_run import load_role
+from unified_trainer.tools.sample.latents import draw_latents
 from unified_trainer.tools.sample.rollout_folder import RolloutFolder
-from unified_trainer.tools.sample.sample import check_actions, draw_latents, read_lines, with_images
+from unified_trainer.tools.sample.sample import check_actions, read_lines, with_images
 
 
 def rollout(
