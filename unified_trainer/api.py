@@ -72,7 +72,7 @@ class Student:
         UserError for a folder that is no run or holds no such checkpoint.
         """
         loaded = load_role(spec, "student", base, Mesh.alone(device), causal=True)
-        codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
+        codec = loaded.codec()
         return cls(loaded.run, loaded.role, codec, loaded.name)
 
     @torch.no_grad()

@@ -77,7 +77,7 @@ def rollout(
     if loaded.actions:
         about |= {"actions": [request.actions.sha256 for request in requests]}
     folder = RolloutFolder.begin(output, about | {"batch": batch, "prompts": lines})
-    codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
+    codec = loaded.codec()
     samples = [request for request in requests for _ in range(num_samples)]
     drawn = 0
     with fitting(f"a batch of {len(folder.parts[0])} samples", "lower --batch, with another --output"):

@@ -237,7 +237,7 @@ def _batches(
     loaded: LoadedRole, requests: Sequence[Request], seed: int, batch: int, *, by_chunk: bool, recache: bool
 ) -> Iterator[tuple[Codec, Iterator[Latents]]]:
     """Generate the latents of each batch, all at once or by chunks, with their codec."""
-    codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
+    codec = loaded.codec()
     for start in range(0, len(requests), batch):
         part = requests[start : start + batch]
         seeds = range(seed + start, seed + start + len(part))

@@ -73,7 +73,7 @@ def serve(
     def load() -> Service:
         loaded = load_role(run, "student", base, Mesh.alone(device), causal=True, families=families)
         loaded = of_length(loaded, 0, window_frames, sink_frames, batch + streams, rolling=rolling_sink)
-        codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
+        codec = loaded.codec()
         name = f"{folder.resolve().name}@{loaded.metadata['step']}{':ema' if ema else ''}"
         digest = weights_digest(loaded.metadata, "student", ema=ema)
         images, form = loaded.family.images(loaded.base), loaded.actions
