@@ -34,7 +34,9 @@ from unified_trainer.models.wan.family import ACTING, WAN
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.run.plan.plan import check
 from unified_trainer.run.settings.command_line import parse
-from unified_trainer.tools.load_run import load_role
+from unified_trainer.tools.export.adapters import extract_adapter
+from unified_trainer.tools.export.export import export
+from unified_trainer.tools.load_run import load_folder, load_role
 from unified_trainer.tools.sample.latents import Stream
 from unified_trainer.tools.sample.sample import pieces, read_lines, videos
 
@@ -120,9 +122,41 @@ def test_grpo_of_a_causal_student_replays_its_actions(model, table, tmp_path):
     assert main([*words, "--output", str(tmp_path / "run"), "--reward.frames", "all"]) == 0
 
 
+LORA = SINGLE | {"video.frames": 5, "video.height": 32, "video.width": 32, "video.fps": 8, "sampler.num-steps": 2}
+LORA |= {"student.action-size": SIZE, "student.adapter.rank": 2, "student.learning-rate": 1e-2}
+
+
+def lora_of(tmp_path) -> list[str]:
+    """Words of a run that gives a plain network a layer of actions, beside an adapter of its other layers."""
+    clips = clips_of(tmp_path / "clips", lambda number: acts(5, number))
+    return words_of("finetune", small_pipeline(tmp_path / "plain"), data__path=clips) + flags(LORA)
+
+
+def test_an_adapter_and_a_new_layer_resume_and_are_exported_together(table, tmp_path):
+    """The export has the adapter merged and the layer, and is sampled as the run is."""
+    assert main([*lora_of(tmp_path), "--output", str(tmp_path / "one")]) == 0
+    assert main(["--resume", str(cut_off(tmp_path / "one", tmp_path / "half", 1))]) == 0
+    weights = checkpoint_of(tmp_path / "one", 2)
+    assert_same(checkpoint_of(tmp_path / "half", 2), weights)
+    trained = {key.rpartition(".")[0] for key in weights if key.startswith("student/weights/")}
+    assert "student/weights/condition_embedder.action_proj" in trained and len(trained) > 1
+
+    assert main(["export", str(tmp_path / "one"), str(tmp_path / "out")]) == 0
+    run = load_role(str(tmp_path / "one"), "student", None, ALONE, causal=True)
+    exported = load_folder(str(tmp_path / "out"), run.run, ALONE)
+    (ours,), (theirs,) = (videos(one, read_lines([str(table(5))]), 3, 8) for one in (run, exported))
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
+    with pytest.raises(UserError, match="leave --quantize, --adapter and --layout out"):
+        export(str(tmp_path / "one"), tmp_path / "peft", adapter="peft")
+    with pytest.raises(UserError, match=r"have other weights, such as condition_embedder\.action_proj\.bias"):
+        extract_adapter(str(tmp_path / "out"), tmp_path / "factors", str(tmp_path / "plain"))
+
+
 @pytest.mark.ranks
-def test_two_ranks_train_as_one(model, table, tmp_path):
-    words = words_of("self_forcing", model, prompts=table(13)) + flags(OF_EACH["self_forcing"])
+@pytest.mark.parametrize("kind", ["causal", "adapter"])
+def test_two_ranks_train_as_one(model, table, tmp_path, kind):
+    causal = words_of("self_forcing", model, prompts=table(13)) + flags(OF_EACH["self_forcing"])
+    words = causal if kind == "causal" else lora_of(tmp_path)
     assert main([*words, "--output", str(tmp_path / "one")]) == 0
     done = program("-m", "unified_trainer", *words, "--output", tmp_path / "two", ranks=2)
     assert done.returncode == 0, done.stderr
@@ -183,8 +217,6 @@ def test_a_stream_and_an_export_make_the_videos_of_sample(model, table, tmp_path
     with pytest.raises(ValueError, match=r"takes finite actions of the shape \(3, 13, 3\), not None"):
         pipe(texts, generator=seeds)
     with pytest.raises(UserError, match="leave --quantize, --adapter and --layout out"):
-        from unified_trainer.tools.export.export import export
-
         export(str(tmp_path / "run"), tmp_path / "native", layout="wan")
 
 
