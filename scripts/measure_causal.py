@@ -40,7 +40,8 @@ from unified_trainer.roles.causal import Causal
 from unified_trainer.run.registry import TINY
 from unified_trainer.sampling.solver import next_chunks
 from unified_trainer.tools.load_run import LoadedRole, load_role
-from unified_trainer.tools.sample.sample import begin_samples, of_length, pieces
+from unified_trainer.tools.sample.latents import begin_samples
+from unified_trainer.tools.sample.sample import of_length, pieces
 
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
 CPU, BATCH, CHUNK = torch.device("cpu"), 32, 4
@@ -180,7 +181,7 @@ class Recomputed:
 def latency(one: LoadedRole, latent_frames: int, window: int | None) -> list[str]:
     """Measure the chunks of one video, of a cache and recomputed in turn, and print those at powers of two."""
     one = of_length(one, (latent_frames - 1) * CHUNK + 1, window, None, 1)
-    role, sampler, codec = of_kind(Causal, one.role), one.run.sampler, one.family.codec(one.base, CPU, one.run.encoders)
+    role, sampler, codec = of_kind(Causal, one.role), one.run.sampler, one.codec()
     batch_of, draw = begin_samples(one, codec, [0])
     batch, noise, drawn = batch_of(Request.of(validation_captions(1))), draw(0), cache(draw)
     ranges, exits = sampler.chunks.ranges(noise.shape[2]), [sampler.num_steps - 1]

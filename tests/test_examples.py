@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -279,3 +280,12 @@ def test_serve_hpsv3(tmp_path, encoding):
                 score(video, ("a", "fails"))
         finally:
             server.terminate()
+
+
+def test_the_checker_of_actions_tells_moves_apart():
+    world = runpy.run_path(str(EXAMPLES / "tiny_actions.py"))
+    generator = torch.Generator().manual_seed(1)
+    clips = [world["draw_acted"](generator, 17) for _ in range(8)]
+    assert all(bool(world["obeyed"](clip.render(), clip.moves).all()) for clip in clips)
+    others = torch.cat([world["obeyed"](clip.render(), (clip.moves + 1) % 5) for clip in clips])
+    assert others.float().mean() < 0.2  # at an edge two moves may be one

@@ -27,7 +27,8 @@ from unified_trainer.run.train import started
 from unified_trainer.run.train import train as run_training
 from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.report.after_training import report_after
-from unified_trainer.tools.sample.sample import check_images, draw_latents
+from unified_trainer.tools.sample.latents import draw_latents
+from unified_trainer.tools.sample.sample import check_images
 
 
 def configure(recipe: str, method: str, settings: Mapping[str, Any] | None = None) -> RunConfig:
@@ -71,7 +72,7 @@ class Student:
         UserError for a folder that is no run or holds no such checkpoint.
         """
         loaded = load_role(spec, "student", base, Mesh.alone(device), causal=True)
-        codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
+        codec = loaded.codec()
         return cls(loaded.run, loaded.role, codec, loaded.name)
 
     @torch.no_grad()

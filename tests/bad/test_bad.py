@@ -25,7 +25,7 @@ from unified_trainer.data.captioned import find_videos
 from unified_trainer.data.parquet_files import read_stored_files
 from unified_trainer.data.prompts import read_prompts
 from unified_trainer.data.row_kinds import ClipRows
-from unified_trainer.data.tables import read_column
+from unified_trainer.data.tables import read_texts
 from unified_trainer.data.video_files import write_mp4
 from unified_trainer.models.adapter_file import open_adapter
 from unified_trainer.models.adapter_location import locate
@@ -297,7 +297,7 @@ def test_a_missing_video_is_a_fault_of_its_row(tmp_path):
         file.write_text(f"path,caption\n{name},a cat\n")
         (video,) = find_videos(file, "data.path")
         assert video.fault == fault
-    assert read_column(file, "data.path", ("caption",)) == [("row 1", "a cat")]
+    assert read_texts(file, "data.path", ("caption",))[0][:2] == ("row 1", "a cat")
 
 
 def test_large_types_and_dictionaries_are_sound(tmp_path):

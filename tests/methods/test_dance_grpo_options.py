@@ -28,7 +28,7 @@ from unified_trainer.methods.rl.minibatches import Minibatch
 from unified_trainer.methods.rl.replay import Replay
 from unified_trainer.methods.rl.sde_windows import WindowConfig
 from unified_trainer.numerics.flow import sigma_table
-from unified_trainer.numerics.objectives import Clip, diagnostics, objective_named
+from unified_trainer.numerics.objectives import OBJECTIVES, Clip, diagnostics
 from unified_trainer.sampling.solver import SamplerConfig, generate
 
 pytestmark = pytest.mark.slow  # seconds together
@@ -123,11 +123,11 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("mode", PARAMETERS)
 def test_every_objective_with_its_own_parameters(mode):
-    case = Case(moved=True, objective=objective_named(mode, **PARAMETERS[mode]))
+    case = Case(moved=True, objective=OBJECTIVES[mode](mode, **PARAMETERS[mode]))
 
     def loss(now, then, mode=mode, parameters=PARAMETERS[mode]):
         d = log_ratios(now, then)
-        return -objective_named(mode, **parameters)(d, A[:, None].expand_as(d), 1e-3, 2e-3).mean()
+        return -OBJECTIVES[mode](mode, **parameters)(d, A[:, None].expand_as(d), 1e-3, 2e-3).mean()
 
     assert_near(case.gradient, case.expected(loss), 1e-3)
     assert case.metrics["clip_fraction"] > 0
@@ -135,14 +135,14 @@ def test_every_objective_with_its_own_parameters(mode):
 
 def test_gspo_has_the_gradient_of_the_whole_sequence():
     """Passes with one graph at a time add up to the gradient of -mean min(s A, clip(s) A), s of all transitions."""
-    case = Case(moved=True, objective=objective_named("gspo"), update_batch=4)
+    case = Case(moved=True, objective=OBJECTIVES["gspo"]("gspo"), update_batch=4)
 
     def loss(now, then):
-        return -objective_named("gspo")(log_ratios(now, then), A, 1e-3, 2e-3).mean()
+        return -OBJECTIVES["gspo"]("gspo")(log_ratios(now, then), A, 1e-3, 2e-3).mean()
 
     assert_near(case.gradient, case.expected(loss), 1e-3)
     assert 0 < case.metrics["zero_gradient_fraction"] < 1
-    assert_near(Case(objective=objective_named("gspo")).gradient, Case().gradient, 1e-5)
+    assert_near(Case(objective=OBJECTIVES["gspo"]("gspo")).gradient, Case().gradient, 1e-5)
 
 
 def test_the_guard_reads_the_means_before_and_after():
@@ -158,7 +158,7 @@ def test_the_guard_reads_the_means_before_and_after():
 
 def test_the_trust_region_drops_samples_that_moved_far_enough():
     bound = Case(moved=True).metrics["approx_kl"]
-    case = Case(moved=True, objective=objective_named("none"), correction="dppo", trust_region=bound)
+    case = Case(moved=True, objective=OBJECTIVES["none"]("none"), correction="dppo", trust_region=bound)
     fractions = []
 
     def loss(now, then):
@@ -174,7 +174,7 @@ def test_the_trust_region_drops_samples_that_moved_far_enough():
 def test_the_trust_region_reads_the_ratio_of_the_objective():
     """Under guard the ratio is centred: samples 0 and 1 left by the raw log-ratio or the guarded one, never by both."""
     config = dataclasses.replace(CONFIG, guard=True, correction="dppo", trust_region=0.5)
-    update = dance_grpo(dataclasses.replace(config, objective=objective_named("none"))).method.update
+    update = dance_grpo(dataclasses.replace(config, objective=OBJECTIVES["none"]("none"))).method.update
     log_ratio, ratio = torch.tensor([-0.1, 0.1, 0.1, 0.1]), torch.tensor([0.1, -0.1, 0.1, 0.1])
     zeros, kl = torch.zeros(4), torch.tensor([1.0, 1.0, 1.0, 0.1])
     replay = Replay(log_ratio, ratio, kl, None, (1e-3, 1e-3), zeros.long(), zeros, ELEMENTS)

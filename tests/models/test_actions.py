@@ -1,26 +1,18 @@
 """Wan with actions: each latent frame sees those of its own pixel frames, in every kind of pass."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from helpers import ALONE, assert_same
+from helpers import assert_same
 from test_wan_causal import assert_equal_to_rounding, cached, causal, condition, latents, levels, network
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.requests import Request
-from unified_trainer.basics.types import Batch, Condition
+from unified_trainer.basics.types import Condition
 from unified_trainer.models.base import ActionForm
 from unified_trainer.models.wan.actions import by_latent_frame
 from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.models.wan.family import ACTING
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.numerics.chunks import ChunkConfig
-from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.causal import CausalStudent
-from unified_trainer.roles.role import TrainableConfig
-from unified_trainer.sampling.solver import SamplerConfig, predict_chunks
-from unified_trainer.sampling.stream import Stream
 
 FORM = ActionForm(size=3, ratio=4)
 CASES = [
@@ -119,36 +111,3 @@ def test_other_actions_are_refused(tensors, said):
     cond = condition(2).updated(Condition(tensors)) if tensors else condition(2)
     with pytest.raises(UserError, match=said):
         acting().velocity(latents(3), torch.tensor([0.2, 0.7]), cond)
-
-
-def student_of(model: CausalWanModel) -> CausalStudent:
-    return CausalStudent("student", Backbone(model, ALONE, trained=True), TrainableConfig())
-
-
-@pytest.mark.parametrize("scale", [1.0, 2.0])
-def test_a_stream_makes_the_chunks_of_predict_chunks(scale):
-    """Bit for bit, with actions that are given just before each chunk."""
-    chunks = ChunkConfig(2, independent_first_frame=True, window_frames=3, context_noise=0.1)
-    sampler = SamplerConfig(num_steps=2, solver="sde", guidance_scale=scale, chunks=chunks)
-    cond, without = acted(5), condition(2)
-    batch = Batch((Request("a"),) * 2, (0, 1), (0, 1), (4, 5, 4, 6), without, without.map(torch.zeros_like))
-    student, noise = student_of(acting()), latents(5)
-
-    def draw(step: int) -> torch.Tensor:
-        return latents(5, seed=20 + step)
-
-    whole = batch.with_frames_of(replace(batch, cond=cond))
-    expected = predict_chunks(student, noise, whole, sampler, draw, [1, 1, 1]).detach()
-    stream, parts, done = Stream(student, noise, batch, sampler, draw, FORM), [], 0
-    while stream.left:
-        frames = stream.frames
-        for wrong in (None, torch.zeros(2, frames + 1, 3), torch.full((2, frames, 3), torch.nan)):
-            with pytest.raises(UserError, match="actions"):
-                stream.next(wrong)
-        parts.append(stream.next(cond["actions"][:, done : done + frames]))
-        done += frames
-    assert done == 17 and torch.equal(torch.cat(parts, 2), expected)
-    plain = Stream(student_of(causal()), noise, batch, sampler, draw)
-    with pytest.raises(UserError, match="takes no actions"):
-        plain.next(torch.zeros(2, 1, 3))
-    assert plain.next().shape == (2, 4, 1, 4, 6)

@@ -34,8 +34,18 @@ OF_EACH = {
 }
 
 
-def trained(kind_folder: Path, table: Path, output: Path, method: str, **more: object) -> Path:  # noqa: F811
-    assert main(words(method, kind_folder, table, output, **CHUNKS | more)) == 0
+SPARSE = ["--student.sparse-attention.share", "0.5", "--student.sparse-attention.tile", "1", "2", "2"]
+
+
+def trained(
+    kind_folder: Path,
+    table: Path,  # noqa: F811
+    output: Path,
+    method: str,
+    *own: str,
+    **more: object,
+) -> Path:
+    assert main([*words(method, kind_folder, table, output, **CHUNKS | more), *own]) == 0
     return output
 
 
@@ -49,13 +59,13 @@ def test_methods_of_causal_students_train_from_an_image(folders, table, tmp_path
     assert norms and all(0 < value < 1e6 for value in norms)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_and_an_export_make_the_videos_of_sample(folders, table, tmp_path, monkeypatch, kind):  # noqa: F811
-    """Bit for bit; the first latent frame of TI2V is its image."""
+@pytest.mark.parametrize(("kind", "own"), [*((kind, []) for kind in KINDS), ("ti2v", SPARSE)])
+def test_a_stream_and_an_export_make_the_videos_of_sample(folders, table, tmp_path, monkeypatch, kind, own):  # noqa: F811
+    """Bit for bit, with sparse attention too; the first latent frame of TI2V is its image."""
     monkeypatch.setattr(dynamic_modules_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
     more = MATCHING | LONG | ({"sampler__chunks.independent-first-frame": True} if kind == "ti2v" else {})
-    run = trained(folders[kind], table, tmp_path / "run", "self_forcing", **more)
+    run = trained(folders[kind], table, tmp_path / "run", "self_forcing", *own, **more)
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     role = load_role(str(run), "student", None, ALONE, causal=True)
     requests = with_images(role, [str(table)], [])

@@ -228,7 +228,7 @@ def test_a_sparse_folder_opens_as_a_causal_student_and_not_as_a_dense_one(tmp_pa
     model = FAMILY.sparse(WAN, "transformer", SMALL, True)
     model.read(ALONE)
     assert isinstance(model, CausalSparseWanModel) and model.share == 0.5
-    model.save(tmp_path, "transformer", torch.float32, "1GB")
+    model.save(tmp_path, "transformer", torch.float32)
     (tmp_path / "model_index.json").write_bytes((WAN / "model_index.json").read_bytes())
     with pytest.raises(UserError, match=r"--student\.sparse-attention\.share"):
         FAMILY.causal(tmp_path, "transformer")

@@ -452,7 +452,7 @@ def test_evaluate_and_serve_take_images(folders, table, tmp_path, capsys):
     run = tmp_path / "run"
     assert main(words("dmd2", folders["i2v"], table, run, **more)) == 0
     loaded = load_role(str(run), "student", None, ALONE, causal=True)
-    codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
+    codec = loaded.codec()
     digest = weights_digest(loaded.metadata, "student", ema=False)
     service = student_service("served", loaded, codec, 2, 0.0, digest, (1, 1))
     with open_port("127.0.0.1", 0) as listener, serving(service, listener) as url:

@@ -34,8 +34,11 @@ from unified_trainer.models.wan.family import ACTING, WAN
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.run.plan.plan import check
 from unified_trainer.run.settings.command_line import parse
-from unified_trainer.tools.load_run import load_role
-from unified_trainer.tools.sample.sample import open_stream, pieces, read_lines, videos
+from unified_trainer.tools.export.adapters import extract_adapter
+from unified_trainer.tools.export.export import export
+from unified_trainer.tools.load_run import load_folder, load_role
+from unified_trainer.tools.sample.latents import Stream
+from unified_trainer.tools.sample.sample import pieces, read_lines, videos
 
 pytestmark = pytest.mark.slow
 
@@ -119,9 +122,41 @@ def test_grpo_of_a_causal_student_replays_its_actions(model, table, tmp_path):
     assert main([*words, "--output", str(tmp_path / "run"), "--reward.frames", "all"]) == 0
 
 
+LORA = SINGLE | {"video.frames": 5, "video.height": 32, "video.width": 32, "video.fps": 8, "sampler.num-steps": 2}
+LORA |= {"student.action-size": SIZE, "student.adapter.rank": 2, "student.learning-rate": 1e-2}
+
+
+def lora_of(tmp_path) -> list[str]:
+    """Words of a run that gives a plain network a layer of actions, beside an adapter of its other layers."""
+    clips = clips_of(tmp_path / "clips", lambda number: acts(5, number))
+    return words_of("finetune", small_pipeline(tmp_path / "plain"), data__path=clips) + flags(LORA)
+
+
+def test_an_adapter_and_a_new_layer_resume_and_are_exported_together(table, tmp_path):
+    """The export has the adapter merged and the layer, and is sampled as the run is."""
+    assert main([*lora_of(tmp_path), "--output", str(tmp_path / "one")]) == 0
+    assert main(["--resume", str(cut_off(tmp_path / "one", tmp_path / "half", 1))]) == 0
+    weights = checkpoint_of(tmp_path / "one", 2)
+    assert_same(checkpoint_of(tmp_path / "half", 2), weights)
+    trained = {key.rpartition(".")[0] for key in weights if key.startswith("student/weights/")}
+    assert "student/weights/condition_embedder.action_proj" in trained and len(trained) > 1
+
+    assert main(["export", str(tmp_path / "one"), str(tmp_path / "out")]) == 0
+    run = load_role(str(tmp_path / "one"), "student", None, ALONE, causal=True)
+    exported = load_folder(str(tmp_path / "out"), run.run, ALONE)
+    (ours,), (theirs,) = (videos(one, read_lines([str(table(5))]), 3, 8) for one in (run, exported))
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
+    with pytest.raises(UserError, match="leave --quantize, --adapter and --layout out"):
+        export(str(tmp_path / "one"), tmp_path / "peft", adapter="peft")
+    with pytest.raises(UserError, match=r"have other weights, such as condition_embedder\.action_proj\.bias"):
+        extract_adapter(str(tmp_path / "out"), tmp_path / "factors", str(tmp_path / "plain"))
+
+
 @pytest.mark.ranks
-def test_two_ranks_train_as_one(model, table, tmp_path):
-    words = words_of("self_forcing", model, prompts=table(13)) + flags(OF_EACH["self_forcing"])
+@pytest.mark.parametrize("kind", ["causal", "adapter"])
+def test_two_ranks_train_as_one(model, table, tmp_path, kind):
+    causal = words_of("self_forcing", model, prompts=table(13)) + flags(OF_EACH["self_forcing"])
+    words = causal if kind == "causal" else lora_of(tmp_path)
     assert main([*words, "--output", str(tmp_path / "one")]) == 0
     done = program("-m", "unified_trainer", *words, "--output", tmp_path / "two", ranks=2)
     assert done.returncode == 0, done.stderr
@@ -160,12 +195,12 @@ def test_a_stream_and_an_export_make_the_videos_of_sample(model, table, tmp_path
     by_chunk = torch.cat(list(parts), 2)
     torch.testing.assert_close(by_chunk, expected, rtol=0, atol=1e-6)  # a VAE rounds parts in its own way
     codec = WAN.codec(loaded.base, ALONE.device, EncoderConfig())
-    stream = open_stream(loaded, codec, [Request(request.text) for request in requests], [3, 4, 5])
-    actions, decode, made, done = torch.tensor([acts(13, i) for i in range(3)]), codec.decoder(), [], 0
-    while stream.left:
-        frames = stream.frames
-        made.append(decode(stream.next(actions[:, done : done + frames])))
-        done += frames
+    stream = Stream(loaded, codec, [Request(request.text) for request in requests], [3, 4, 5], loaded.actions)
+    actions, made, done = torch.tensor([acts(13, i) for i in range(3)]), [], 0
+    while done < 13:
+        rows = actions[:, done : done + stream.frames]
+        made.append(stream.decode(stream.next(actions=rows)))
+        done += rows.shape[1]
     assert torch.equal(torch.cat(made, 2), by_chunk)
     other = torch.stack([actions[1], actions[0], actions[2]]).numpy()
     np.save(tmp_path / "shared.npy", other[0])
@@ -182,8 +217,6 @@ def test_a_stream_and_an_export_make_the_videos_of_sample(model, table, tmp_path
     with pytest.raises(ValueError, match=r"takes finite actions of the shape \(3, 13, 3\), not None"):
         pipe(texts, generator=seeds)
     with pytest.raises(UserError, match="leave --quantize, --adapter and --layout out"):
-        from unified_trainer.tools.export.export import export
-
         export(str(tmp_path / "run"), tmp_path / "native", layout="wan")
 
 

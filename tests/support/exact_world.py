@@ -123,7 +123,7 @@ class Model:
     def example(self, shape=None, samples=1, text_tokens=4):
         raise NotImplementedError
 
-    def save(self, folder, dtype, max_shard_size):
+    def save(self, folder, component, dtype):
         raise NotImplementedError
 
     def compiled_inputs(self, *inputs):

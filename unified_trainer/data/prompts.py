@@ -1,18 +1,19 @@
 """Prompts to generate from: captions of the tiny world, of a file, or of a folder of clips."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from unified_trainer.basics.actions import NO_ACTIONS
+from unified_trainer.basics.actions import ACTIONS, Actions
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.input_files import read_text
 from unified_trainer.basics.requests import Image, Request
 from unified_trainer.data.captioned import MEDIA, find_videos, lists_videos
 from unified_trainer.data.folders import files_below
 from unified_trainer.data.stored_prompts import parquet_files
-from unified_trainer.data.tables import TABLES, lines_of, read_actions, read_column, read_lists, refuse_unreadable
+from unified_trainer.data.tables import TABLES, lines_of, read_texts, refuse_unreadable, texts_of
 from unified_trainer.data.tiny_world import HELD_OUT, PHRASINGS, SUBJECTS
 from unified_trainer.models import hub
 
@@ -20,6 +21,7 @@ COLUMNS = ("prompt", "caption", "text", "cap", "prompt_en")  # of a table, unles
 IMAGES = ("image", "images")  # columns of paths of condition images: one, or a list
 NEGATIVES = ("negative_prompt",)  # column of prompts of the unconditional branch; empty: that of the run
 SUFFIXES = (".txt", *TABLES)  # a text that ends so names a file
+Row = tuple[str, str, dict[str, Any]]  # its place, such as "line 3", its text, and its other columns
 
 
 @dataclass(frozen=True)
@@ -92,27 +94,24 @@ def read_prompts(file: Path, key: str = "--prompts", column: str = "", *, images
     images, negative prompt and actions, are skipped and counted in the note. `key` is the setting that names the file,
     for messages. Raise UserError, naming file and line, for a file that cannot be read or holds no prompt.
     """
-    rows = _rows_of_folder(file, key, column) if os.path.isdir(file) else _rows(file, key, column)
-    texts = [row.strip() for _, row in rows]
-    media = [where for (where, _), text in zip(rows, texts, strict=True) if text.lower().endswith(MEDIA)]
+    rows = _rows_of_folder(file, key, column) if os.path.isdir(file) else _rows(file, key, column, images=images)
+    texts = [text.strip() for _, text, _ in rows]
+    media = [where for (where, *_), text in zip(rows, texts, strict=True) if text.lower().endswith(MEDIA)]
     if 2 * len(media) > sum(map(bool, texts)):
         raise UserError(
             f"{key} {file}: {media[0]} is the path of a video or an image, as most are: give a file of prompts, or the "
             "folder of the videos"
         )
-    paths = read_lists(file, key, IMAGES) if images and file.suffix in TABLES else None
-    negatives = read_lists(file, key, NEGATIVES) if file.suffix in TABLES else None
-    actions = read_actions(file, key) if file.suffix in TABLES else None
     requests: dict[Request, str] = {}
-    for number, ((where, _), text) in enumerate(zip(rows, texts, strict=True)):
+    for (where, _, row), text in zip(rows, texts, strict=True):
         place = f"{key} {file}: {where}"
         refuse_unreadable(text, place)
         if text:
-            named = paths[number] if paths else ()
-            negative = " ".join(negatives[number]) if negatives else ""
+            negative = " ".join(_texts(row, NEGATIVES, place))
             refuse_unreadable(negative, place)
+            named = _texts(row, IMAGES, place) if images else ()
             images_of = tuple(Image.read(file.parent / name, place) for name in named)
-            request = Request(text, images_of, negative, actions[number] if actions else NO_ACTIONS)
+            request = Request(text, images_of, negative, Actions.read(row.get(ACTIONS), file.parent, place))
             requests.setdefault(request, place)
     if not requests:
         raise UserError(f"{key} {file} is empty; write one prompt per line")
@@ -122,22 +121,27 @@ def read_prompts(file: Path, key: str = "--prompts", column: str = "", *, images
     return PromptFile(tuple(requests), skipped if blank or repeated else "", tuple(requests.values()))
 
 
-def _rows_of_folder(folder: Path, key: str, column: str) -> list[tuple[str, str]]:
-    """Return place and text of each row of the folder's parquet files, or without any of each video's caption."""
+def _texts(row: Mapping[str, Any], names: Sequence[str], place: str) -> list[str]:
+    """Return the texts in the first of these columns that a row has: none, one, or a list."""
+    return texts_of(next((row[name] for name in names if name in row), None), place)
+
+
+def _rows_of_folder(folder: Path, key: str, column: str) -> list[Row]:
+    """Return the rows of the folder's parquet files, or without any the caption of each video."""
     if files := parquet_files(folder):
-        return [row for file in files for row in _rows(file, key, column)]
+        return [(where, text, {}) for file in files for where, text, _ in _rows(file, key, column)]
     if not any(file.suffix.lower() in MEDIA or lists_videos(file) for file in files_below(folder)):
         raise MissingFileError(f"{key} {folder}: it is a folder without .parquet files, videos and images")
-    return [(video.name, caption) for video in find_videos(folder, key) for caption in video.captions or ("",)]
+    return [(video.name, caption, {}) for video in find_videos(folder, key) for caption in video.captions or ("",)]
 
 
-def _rows(file: Path, key: str, column: str) -> list[tuple[str, str]]:
-    """Return the place of each row, and its text."""
+def _rows(file: Path, key: str, column: str, *, images: bool = False) -> list[Row]:
+    """Return the place, the text and the other columns of each row."""
     if file.suffix in TABLES:
-        choice = (column,) if column else COLUMNS
-        return read_column(file, key, choice, ": set prompts_column")
+        more = {*NEGATIVES, ACTIONS, *(IMAGES if images else ())}
+        return read_texts(file, key, (column,) if column else COLUMNS, more, ": set prompts_column")
     if file.suffix not in ("", ".txt"):
         raise UserError(f"{key} {file}: {file.suffix} is no ending of a file of prompts; have {', '.join(SUFFIXES)}")
     lines = lines_of(read_text(file, key))
     lines = lines[:-1] if lines[-1] == "" else lines  # the end of the last line is no line of its own
-    return [(f"line {i}", line) for i, line in enumerate(lines, 1)]
+    return [(f"line {i}", line, {}) for i, line in enumerate(lines, 1)]

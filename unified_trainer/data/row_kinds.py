@@ -144,7 +144,7 @@ class TrajectoryRows:
 
     def _check_levels(self, place: str, held: Float[Tensor, " n"]) -> None:
         """Raise UserError unless there are states at all levels of the student."""
-        missing = [level for level in self.levels if not _same(held, level).any()]
+        missing = [level for level in self.levels if not ((held - level).abs() <= SAME_LEVEL).any()]
         if not missing:
             return
         below = [level for level in self.levels if level not in missing]
@@ -169,10 +169,6 @@ class TrajectoryRows:
             held = held[1:]
         rows = [int((held - level).abs().argmin()) for level in self.levels]
         return states[[*rows, -1]]
-
-
-def _same(held: Float[Tensor, " n"], level: Tensor) -> Tensor:
-    return (held - level).abs() <= SAME_LEVEL
 
 
 def _listed(levels: Sequence[Tensor]) -> str:

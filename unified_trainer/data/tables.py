@@ -10,7 +10,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from unified_trainer.basics.actions import ACTIONS, Actions
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import check_file, parse_object, read_json_rows, read_text
 
@@ -22,48 +21,37 @@ LONGEST = 10_000  # characters of a prompt; umT5 reads its first 512 tokens, som
 Rows = list[tuple[str, dict[str, Any]]]  # place, such as "line 3", and the values by column
 
 
-def read_column(file: Path, key: str, names: Sequence[str], way_out: str = "") -> list[tuple[str, str]]:
-    """Return for each row its place and its text in a column: the first of `names` that the first row has.
+def read_texts(
+    file: Path, key: str, names: Sequence[str], more: Collection[str] = (), way_out: str = ""
+) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return for each row its place, its text in a column, and its values in that and in `more` columns.
 
-    A .json file holds a list, or an object whose `data` is one; a text there stands for the first name. `key` is the
-    setting that names the file, for messages; `way_out` ends the message about an absent column. Raise UserError,
-    naming file and line, for a file that cannot be read, lacks the column, or holds no text there.
+    The column is the first of `names` that the first row has. A .json file holds a list, or an object whose `data` is
+    one; a text there stands for the first name. `key` is the setting that names the file, for messages; `way_out` ends
+    the message about an absent column. Raise UserError, naming file and line, for a file that cannot be read, lacks the
+    column, or holds no text there.
     """
-    rows, place = read_rows(file, key, names, names[0]), f"{key} {file}"
+    rows, place = read_rows(file, key, names, names[0], more=more), f"{key} {file}"
     for where, row in rows:
         names = (pick(row, names, f"{place}: {where}", way_out),)
-    return [(where, _text(row, names[0], f"{place}: {where}")) for where, row in rows]
+    return [(where, _text(row, names[0], f"{place}: {where}"), row) for where, row in rows]
 
 
-def read_lists(file: Path, key: str, names: Sequence[str]) -> list[tuple[str, ...]] | None:
-    """Return for each row the texts of the first of these columns that it has: one text, or a list of texts.
-
-    An absent or empty value is an empty tuple. None where no row has such a column. Raise UserError as `read_column`
-    does.
-    """
-    rows = read_rows(file, key, names)
-    if not any(name in row for _, row in rows for name in names):
-        return None
-    values = [(where, next((row[name] for name in names if name in row), None)) for where, row in rows]
-    return [tuple(texts_of(value, f"{key} {file}: {where}")) for where, value in values]
-
-
-def read_actions(file: Path, key: str) -> list[Actions] | None:
-    """Return the actions of each row of a table; None where no row has a column `actions`."""
-    rows = read_rows(file, key, (ACTIONS,))
-    if not any(ACTIONS in row for _, row in rows):
-        return None
-    return [Actions.read(row.get(ACTIONS), file.parent, f"{key} {file}: {where}") for where, row in rows]
-
-
-def read_rows(file: Path, key: str, wanted: Collection[str], name: str = "", endings: tuple[str, ...] = ()) -> Rows:
-    """Return the rows of a table; of a .parquet file those columns that are wanted.
+def read_rows(
+    file: Path,
+    key: str,
+    wanted: Collection[str],
+    name: str = "",
+    endings: tuple[str, ...] = (),
+    more: Collection[str] = (),
+) -> Rows:
+    """Return the rows of a table; of a .parquet file those columns that are wanted, and `more` where one of them is.
 
     A text in a .json list stands for {name: text}; an object of paths with these endings holds captions or rows.
     """
     place = f"{key} {file}"
     if file.suffix == ".parquet":
-        return _parquet_rows(file, key, wanted)
+        return _parquet_rows(file, key, wanted, more)
     if file.suffix == ".csv":
         return _csv_rows(read_text(file, key), place)
     if file.suffix == ".json":
@@ -124,13 +112,13 @@ def _csv_rows(text: str, place: str) -> Rows:
     return rows
 
 
-def _parquet_rows(file: Path, key: str, wanted: Collection[str]) -> Rows:
+def _parquet_rows(file: Path, key: str, wanted: Collection[str], more: Collection[str]) -> Rows:
     check_file(file, key)
     place = f"{key} {file}"
     try:
         held = pq.read_schema(file).names
-        names = [name for name in held if name in wanted]
-        if not names:
+        names = [name for name in held if name in wanted or name in more]
+        if not {*wanted} & {*names}:
             return [("row 1", dict.fromkeys(held))]  # for the message that names them
         if twice := [name for name in names if held.count(name) > 1]:
             raise UserError(f"{place} has several columns {twice[0]}")

@@ -159,7 +159,8 @@ def read(clip: Float[Tensor, "3 t h w"]) -> dict[str, str | None]:
     palette = torch.tensor([COLORS[name] for name in names], dtype=clip.dtype) - ground
     strength = difference.norm(dim=-1)
     weight = torch.where(strength > 0.3, strength, 0.0)
-    mean = torch.stack([(d * w[..., None]).sum((0, 1, 2)) for d, w in _thirds(difference, weight)])
+    thirds = zip(difference.chunk(3), weight.chunk(3), strict=True)
+    mean = torch.stack([(d * w[..., None]).sum((0, 1, 2)) for d, w in thirds])
     cosine = torch.nn.functional.normalize(mean, dim=-1) @ torch.nn.functional.normalize(palette, dim=-1).T
     votes = cosine.argmax(-1).tolist()
     color = names[votes[0]] if len(set(votes)) == 1 and bool((cosine.amax(-1) > 0.93).all()) else None
@@ -215,7 +216,3 @@ def _leads_of_templates() -> Float[Tensor, " shapes"]:
     middle, radius = torch.full((1,), SIZE / 2), torch.full((1,), sum(RADIUS_RANGE) / 2)
     templates = [coverage(name, middle, middle, radius) for name in SHAPES]
     return _leads(torch.cat([overlaps(one, middle, middle, radius) for one in templates], 1)).diagonal()
-
-
-def _thirds(*tensors: Tensor) -> zip:
-    return zip(*(tensor.chunk(3) for tensor in tensors), strict=True)

@@ -16,11 +16,19 @@ from unified_trainer.numerics.wasserstein import wasserstein
 WORLD, DRAWN = "world/", "drawn/"  # before the names of distances, and of the attributes of a sample
 DISTANCES = tuple(f"{WORLD}{name}" for name in ("color", "place", "shape", "size", "travel"))  # 0 is best
 DIVERSITY = f"{WORLD}diversity"
+ACCURACY = "accuracy/"  # before the names of what a sample shows of its caption
 ATTRIBUTES = ("size", "x", "y", "travel")  # of a clip, in the order of its law
 DRAWS = 2000  # clips of a subject, whose attributes are the real law
 OTHER_COLOR = 0.70  # distance of the two nearest of COLORS, red and yellow
 CORE = 0.8  # share of a frame's largest difference from the ground, above which pixels show its own color
 STRIDE = 4  # frames between two that are measured; the first and the last of a clip are
+
+
+def exact_measures(video: Video, captions: Sequence[str]) -> dict[str, PerSample]:
+    """Measure videos in [0, 1]: `check_attributes` of their captions, as 0 or 1, and their `attributes`."""
+    subjects = [tiny_world.SUBJECT_OF_CAPTION[caption] for caption in captions]
+    hits = tiny_world.check_attributes(video.cpu(), subjects)
+    return {f"{ACCURACY}{name}": right.float() for name, right in hits.items()} | attributes(video, subjects)
 
 
 def attributes(video: Video, subjects: Sequence[Subject]) -> dict[str, PerSample]:

@@ -95,7 +95,7 @@ class VideoModel(Protocol):
         `shape` is that of a sample's latents [c, t, h, w], and `text_tokens` the rows of a text embedding.
         """
 
-    def save(self, folder: Path, component: str, dtype: torch.dtype, max_shard_size: str) -> None:
+    def save(self, folder: Path, component: str, dtype: torch.dtype) -> None:
         """Write the network as a component of a pipeline folder; the weights in memory are rounded to `dtype` too."""
 
     def compiled_inputs(self, *inputs: Any) -> tuple[Any, ...]:

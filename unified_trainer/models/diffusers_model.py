@@ -110,13 +110,13 @@ class DiffusersModel:
     def share_tokens(self, mesh: Mesh) -> None:
         raise UserError(f"{type(self).__name__} cannot share tokens between ranks: set parallel.sequence 1")
 
-    def save(self, folder: Path, component: str, dtype: torch.dtype, max_shard_size: str) -> None:
+    def save(self, folder: Path, component: str, dtype: torch.dtype) -> None:
         kept = self.network._keep_in_fp32_modules or []  # diffusers does not load these in half precision either
         for key, weight in self.network.named_parameters():
             if not set(kept) & set(key.split(".")):
                 weight.data = weight.data.to(dtype)
         self.network.register_to_config(_name_or_path="")
-        self.network.save_pretrained(folder / component, max_shard_size=max_shard_size)
+        self.network.save_pretrained(folder / component)
         mode = (folder / component / self.network.config_name).stat().st_mode
         for file in (folder / component).glob("*.safetensors"):  # written with mode 0600 whatever the umask is
             file.chmod(mode)

@@ -139,7 +139,7 @@ def _round_to_nvfp4(x: Tensor, *, inputs: bool) -> Tensor:
     return (kernels.f4_unpacked_to_f32(in_fp4) * (whole * scale)).flatten(-2).to(x)
 
 
-def quantise_folder(network: nn.Module, layers: Collection[str], place: Path, kind: str, max_shard_size: str) -> None:
+def quantise_folder(network: nn.Module, layers: Collection[str], place: Path, kind: str) -> None:
     """Round the weights of these layers of a network, and write it in the place of its component for diffusers.
 
     UserError unless it reads back as it was written.
@@ -150,7 +150,7 @@ def quantise_folder(network: nn.Module, layers: Collection[str], place: Path, ki
         quantization.quantize_(network.get_submodule(name), config_of(kind))
     network.hf_quantizer = quantizer
     network.register_to_config(quantization_config=quantizer.quantization_config)
-    network.save_pretrained(place, max_shard_size=max_shard_size)
+    network.save_pretrained(place)
     for file in place.glob("*.safetensors"):  # as in `DiffusersModel.save`
         file.chmod((place / "config.json").stat().st_mode)
     read = _read(type(network), place, network.dtype).state_dict()

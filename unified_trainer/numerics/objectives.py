@@ -171,13 +171,6 @@ OBJECTIVES: Mapping[str, type[Objective]] = {
 }
 
 
-def objective_named(name: str, **parameters: float) -> Objective:
-    """Return an objective of `OBJECTIVES` with these parameters; ValueError for another name."""
-    if name not in OBJECTIVES:
-        raise ValueError(f"unknown objective {name!r}; have {', '.join(OBJECTIVES)}")
-    return OBJECTIVES[name](name, **parameters)
-
-
 def clips_ratios(objective: Objective) -> bool:
     """Return whether an objective reads its clip range."""
     moved, advantage = torch.tensor([-0.5, 0.5, -0.5, 0.5]), torch.tensor([1.0, 1.0, -1.0, -1.0])

@@ -2,9 +2,8 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Annotated, Literal
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from unified_trainer.basics.effects import Text
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import NetworkCalls, PositiveFraction, Shift, at_least
-from unified_trainer.basics.types import Batch, Condition, Latents, Rollout, of_kind
+from unified_trainer.basics.types import Batch, Latents, Rollout, of_kind
 from unified_trainer.models.flow_map import ending_at
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import (
@@ -104,7 +103,7 @@ def generate(
     last = sampler.num_steps - 1
     if not sampler.chunks.causal:
         velocity = shared_velocity(role, batch, equal, 1, functools.partial(_velocity_of, role, sampler))
-        return _sample_to_step(velocity, noise, sampler, draw, last)
+        return sample_to_step(velocity, noise, sampler, draw, last)
     exits = [last] * len(sampler.chunks.ranges(noise.shape[2]))
     return predict_chunks(of_kind(Causal, role), noise, batch, sampler, draw, exits)
 
@@ -113,7 +112,7 @@ def generate(
 def predict_at(role: Role, noise: Latents, batch: Batch, sampler: SamplerConfig, draw: Draw, step: int) -> Latents:
     """Return the x0 that network call number `step` predicts; only that call keeps a graph, and it is the last."""
     velocity = functools.partial(policy_velocity, role, batch=batch, sampler=sampler)
-    return _sample_to_step(velocity, noise, sampler, draw, step)
+    return sample_to_step(velocity, noise, sampler, draw, step)
 
 
 @phase("rollout")
@@ -126,24 +125,10 @@ def predict_chunks(
     exits: Sequence[int],
     first_gradient_frame: int = 0,
 ) -> Latents:
-    """Return the latents of all chunks of `stream_chunks`."""
-    return torch.cat(list(stream_chunks(student, noise, batch, sampler, draw, exits, first_gradient_frame)), 2)
-
-
-def stream_chunks(
-    student: Causal,
-    noise: Latents,
-    batch: Batch,
-    sampler: SamplerConfig,
-    draw: Draw,
-    exits: Sequence[int],
-    first_gradient_frame: int = 0,
-    prompts: Mapping[int, Condition] = MappingProxyType({}),
-) -> Iterator[Latents]:
-    """Yield the latents chunk by chunk, from an empty KV cache on: see `next_chunks`."""
+    """Return the latents of all chunks, from an empty KV cache on: see `next_chunks`."""
     ranges, sigmas = sampler.chunks.ranges(noise.shape[2]), sampler.sigmas()[: max(exits) + 1]
     cache = student.open_cache(batch.cond, batch.uncond, sampler.chunks, sampler.guidance_scale, sigmas)
-    yield from next_chunks(cache, noise, sampler, draw, ranges, exits, first_gradient_frame, prompts)
+    return torch.cat(list(next_chunks(cache, noise, sampler, draw, ranges, exits, first_gradient_frame)), 2)
 
 
 def next_chunks(
@@ -154,27 +139,21 @@ def next_chunks(
     ranges: Sequence[tuple[int, int]],
     exits: Sequence[int],
     first_gradient_frame: int = 0,
-    prompts: Mapping[int, Condition] = MappingProxyType({}),
-    *,
-    endless: bool = False,
 ) -> Iterator[Latents]:
     """Yield the chunks that follow a KV cache (Self-Forcing, arXiv:2506.08009): x0 of chunk i from its call exits[i].
 
     `ranges` are the chunks' frames of `noise`. Only call exits[i] keeps a graph, and only in chunks that start at
-    `first_gradient_frame` or later. A yielded chunk that others follow is then appended to the KV cache at the context
-    noise, without gradient; others follow all chunks but the last of `noise`, and that too if the video is `endless`.
-    From chunk i on the condition is prompts[i].
+    `first_gradient_frame` or later. A yielded chunk that others of `noise` follow is then appended to the KV cache at
+    the context noise, without gradient.
     """
     draw = functools.cache(draw)
-    for i, ((start, stop), step) in enumerate(zip(ranges, exits, strict=True)):
+    for (start, stop), step in zip(ranges, exits, strict=True):
         own = slice(start, stop)
-        if i in prompts:
-            cache.set_condition(prompts[i])
         with torch.set_grad_enabled(torch.is_grad_enabled() and start >= first_gradient_frame):
-            x0 = _sample_to_step(cache.velocity, noise[:, :, own], sampler, _frames_of(draw, own), step)
+            x0 = sample_to_step(cache.velocity, noise[:, :, own], sampler, frames_of(draw, own), step)
         yield x0
-        if endless or stop < noise.shape[2]:
-            cache.append(_context(x0.detach(), sampler, _frames_of(draw, own)))
+        if stop < noise.shape[2]:
+            cache.append(as_context(x0.detach(), sampler, frames_of(draw, own)))
 
 
 @torch.no_grad()
@@ -198,7 +177,7 @@ def recomputed_cache(
     cuts = [i for i, frame in enumerate(frames) if i == 0 or frame in starts or frame - 1 != frames[i - 1]]
     for i, stop in itertools.pairwise([*cuts, len(frames)]):
         own = slice(i, stop)
-        cache.append(_context(past[:, :, own], sampler, _frames_of(draw, own)), at=frames[i])
+        cache.append(as_context(past[:, :, own], sampler, frames_of(draw, own)), at=frames[i])
     return cache
 
 
@@ -245,7 +224,7 @@ def rollout(
     for start, stop in sampler.chunks.ranges(noise.shape[2]):
         own = slice(start, stop)
         velocity = cache.velocity if parts else share(first_velocity)
-        part = walk(velocity, noise[:, :, own], draw=_frames_of(draw, own))
+        part = walk(velocity, noise[:, :, own], draw=frames_of(draw, own))
         parts.append(part)
         if stop < noise.shape[2]:
             cache.append(part.x0)
@@ -299,7 +278,7 @@ def _with_ends(batch: Batch, sampler: SamplerConfig) -> Batch:
     return replace(batch, cond=cond, uncond=uncond)
 
 
-def _sample_to_step(velocity: Velocity, x_t: Latents, sampler: SamplerConfig, draw: Draw, step: int) -> Latents:
+def sample_to_step(velocity: Velocity, x_t: Latents, sampler: SamplerConfig, draw: Draw, step: int) -> Latents:
     """Follow the solver without gradient up to call number `step`, and return the x0 it predicts."""
     sigmas = sampler.sigmas()
     kernel, level = sampler.kernel
@@ -342,12 +321,12 @@ def _policy_walk(
     return Rollout(torch.stack(states, 1), torch.stack(log_probs, 1), x0)
 
 
-def _frames_of(draw: Draw, own: slice) -> Draw:
+def frames_of(draw: Draw, own: slice) -> Draw:
     """Return the draw of a chunk, which is its part of that of all frames."""
     return lambda s: draw(s)[:, :, own]
 
 
-def _context(x0: Latents, sampler: SamplerConfig, draw: Draw) -> Latents:
+def as_context(x0: Latents, sampler: SamplerConfig, draw: Draw) -> Latents:
     """Noise a finished chunk to the context noise level, at which later chunks attend to it."""
     noise_level = sampler.chunks.context_noise
     return add_noise(x0, draw(sampler.num_steps).to(x0), noise_level) if noise_level else x0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from unified_trainer.basics.types import of_kind
 from unified_trainer.models import hub
-from unified_trainer.models.base import ActionForm, Family
+from unified_trainer.models.base import ActionForm, Codec, Family
 from unified_trainer.models.folder import check_unrounded
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.causal import CausalStudent
@@ -52,6 +52,10 @@ class LoadedRole:
         video = self.run.video
         _, latent_frames, *_ = self.family.latent_shape(self.base, video.frames, video.height, video.width)
         return ActionForm(size, (video.frames - 1) // max(1, latent_frames - 1)) if size else None
+
+    def codec(self) -> Codec:
+        """Return the text encoder and VAE of its pipeline folder, with the settings of the run."""
+        return self.family.codec(self.base, self.role.device, self.run.encoders)
 
     @property
     def components(self) -> dict[Expert, str]:

@@ -108,12 +108,16 @@ def test_workers_change_no_number(ray, tmp_path, dying, kind):
     assert_equal_runs(alone, there)
 
 
-def test_workers_read_condition_images(ray, tmp_path):
-    """A rollout, a reward and an evaluation worker against one process; the reward looks at the image of each row."""
+def test_workers_read_condition_images_and_actions(ray, tmp_path):
+    """A rollout, a reward and an evaluation worker against one process; the reward looks at the image of each row.
+
+    The layer of actions is zero at first: rollouts of the second step depend on what the first one trained.
+    """
     draw, rows = np.random.default_rng(0), []
     for number in range(2):
         Image.fromarray(draw.integers(0, 255, (40, 50, 3), dtype=np.uint8)).save(tmp_path / f"{number}.png")
-        rows.append(json.dumps({"prompt": "a circle", "image": f"{number}.png"}))
+        acts = draw.normal(size=(5, 3)).tolist()
+        rows.append(json.dumps({"prompt": "a circle", "image": f"{number}.png", "actions": acts}))
     table = tmp_path / "prompts.jsonl"
     table.write_text("\n".join(rows))
     size = {"video.frames": 5, "video.height": 64, "video.width": 64, "sampler.num-steps": 2, "steps": 2}
@@ -121,10 +125,13 @@ def test_workers_read_condition_images(ray, tmp_path):
     reward = {"reward.kind": "first_frame_likeness", "reward.path": "", "reward.frames": "all"}
     named = {"student.path": i2v_folder(tmp_path / "model", clip=True), "prompts": table, "validation.prompts": table}
     checked = {"validate-every": 2, "validation.num-samples": 2, "student.learning-rate": 1e-3}
+    named["student.action-size"] = 3
     words = ["--method", "dance_grpo", "--recipe", "tiny", *flags(size | groups | reward | named | checked), *ON_CPU]
     alone = run(words, tmp_path / "alone")
     workers = {f"rollouts.{kind}": 1 for kind in ("workers", "reward-workers", "evaluation-workers")}
     assert_equal_runs(alone, run(words, tmp_path / "there", **workers), 2)
+    trained = checkpoint_of(alone, 2)["student/weights/condition_embedder.action_proj.weight"]
+    assert trained.any()
 
 
 def test_ahead_of_training_a_run_is_a_function_of_its_settings(ray, tmp_path, dying):

@@ -21,6 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import unified_trainer as ut
+from unified_trainer.basics.actions import Actions
+from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.data.video_files import to_uint8
 from unified_trainer.models.base import ActionForm
@@ -30,11 +32,10 @@ from unified_trainer.rewards.video_json import from_json
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.run.settings.command_line import parse
-from unified_trainer.sampling.stream import Stream
-from unified_trainer.tools.sample.sample import begin_samples
+from unified_trainer.sampling.solver import predict_chunks
+from unified_trainer.tools.sample.latents import Stream, begin_samples
 from unified_trainer.tools.serve import streams
 from unified_trainer.tools.serve.guard import Door
-from unified_trainer.tools.serve.live_video import LiveVideo
 from unified_trainer.tools.serve.serve import Live, student_service
 from unified_trainer.tools.serve.web_server import serving
 
@@ -98,9 +99,10 @@ def chunk_of(client: Websocket) -> tuple[dict, np.ndarray]:
 
 def frames_of(student: ut.Student, prompts: list[str], seed: int = 5, moves: list[int] | None = None):
     """Generate the chunks of a video in this process, each with its prompt, and with one move for its frames."""
-    video = LiveVideo(student, student.codec, seed, None if moves is None else FORM)
-    rows = [None] * len(prompts) if moves is None else [np.float32([row_of(move)]) for move in moves]
-    return [to_uint8(video.next(Request(prompt), row))[0] for prompt, row in zip(prompts, rows, strict=True)]
+    video = Stream(student, student.codec, [Request(prompts[0])], [seed], None if moves is None else FORM)
+    rows = [None] * len(prompts) if moves is None else [torch.tensor([[row_of(move)]]) for move in moves]
+    made = (video.next([Request(prompt)], row) for prompt, row in zip(prompts, rows, strict=True))
+    return [to_uint8(video.decode(x0))[0] for x0 in made]
 
 
 def row_of(move: int) -> list[float]:
@@ -175,10 +177,10 @@ def test_chunks_cost_the_same_once_the_window_is_full(student, windowed):
     """Counted, not timed: FLOPs of networks and VAE, with attention as products, which torch counts on a CPU."""
     costs = {}
     for name, one in (("all", student), ("window", windowed)):
-        video, costs[name] = LiveVideo(one, one.codec, 0), []
+        video, costs[name] = Stream(one, one.codec, [Request(ONE)], [0]), []
         for _ in range(7):
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-                video.next(Request(ONE))
+                video.decode(video.next())
             costs[name].append(counter.get_total_flops())
     window, rises = costs["window"], np.diff(costs["all"][1:])
     assert window[0] < window[1] < window[2] < window[3] and len({*window[3:]}) == 1
@@ -189,16 +191,28 @@ def test_chunks_cost_the_same_once_the_window_is_full(student, windowed):
 # Actions.
 
 
-def test_actions_are_those_of_a_stream_that_is_given_them(acting):
-    """Bit for bit the video of `sampling.stream.Stream`, whose chunks have a row for each of their pixel frames."""
-    moves, decode = [4, 0, 3], acting.codec.decoder()
-    batch_of, draw = begin_samples(acting, acting.codec, [5])
-    stream = Stream(acting.role, draw(0), batch_of([Request(ONE)]), acting.run.sampler, draw, FORM)
-    rows = [torch.tensor([[row_of(move)] * frames]) for move, frames in zip(moves, (1, 4, 4), strict=True)]
-    whole = to_uint8(torch.cat([decode(stream.next(each)) for each in rows], 2))[0]
-    assert np.array_equal(np.concatenate(frames_of(acting, [ONE] * 3, moves=moves)), whole)
-    other = frames_of(acting, [ONE] * 3, moves=[4, 0, 2])
-    assert np.array_equal(np.concatenate(other[:2]), whole[:5]) and not np.array_equal(other[2], whole[5:])
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_a_stream_makes_the_chunks_of_predict_chunks(acting, scale):
+    """Bit for bit, of actions that are known before, with a row for each of a chunk's frames or one for all."""
+    chunks = {"chunk_frames": 2, "independent_first_frame": True, "window_frames": 3, "context_noise": 0.1}
+    student = with_chunks(acting, **chunks)
+    student = replace(student, run=replace(student.run, sampler=replace(student.run.sampler, guidance_scale=scale)))
+    whole = torch.randn(2, 9, FORM.size, generator=torch.Generator().manual_seed(1))
+    whole[:, 1:] = whole[:, 1:2]
+    plain = [Request(ONE), Request(OTHER)]
+    known = [replace(request, actions=Actions.of(one, "")) for request, one in zip(plain, whole.numpy(), strict=True)]
+    batch_of, draw = begin_samples(student, student.codec, [5, 6])
+    expected = predict_chunks(student.role, draw(0), batch_of(known), student.run.sampler, draw, [1, 1]).detach()
+    for own in (whole[:, 1:], whole[:, 1:2]):
+        stream, parts = Stream(student, student.codec, plain, [5, 6], FORM), []
+        for rows in (whole[:, :1], own):
+            for wrong in (None, torch.zeros(2, 3, FORM.size), rows[:1], rows[..., 1:], rows * torch.nan):
+                with pytest.raises(UserError, match=r"actions of a chunk|a chunk takes actions"):
+                    stream.next(actions=wrong)
+            parts.append(stream.next(actions=rows))
+        assert torch.equal(torch.cat(parts, 2), expected)
+    with pytest.raises(UserError, match="a chunk takes no actions, not"):
+        Stream(student, student.codec, known, [5, 6]).next(actions=whole)
 
 
 def test_a_client_steers_chunk_by_chunk(acting):
@@ -227,7 +241,7 @@ def test_a_client_steers_chunk_by_chunk(acting):
         ({}, "actions are missing: this student takes rows of 5"),
         ({"actions": [[1, 0]]}, "actions must be rows of 5 numbers, not 2"),
         ({"actions": [[1, 0, 0, 0, None]]}, "actions of frame 0 are not finite"),
-        ({"actions": [[0] * 5] * 3}, "actions must have a row for each of the chunk's 1 frames, or one, not 3"),
+        ({"actions": [[0] * 5] * 3}, "a chunk takes actions [1, 1, 5], or one row for all its frames, not [1, 3, 5]"),
     ],
 )
 def test_wrong_actions_are_refused(acting, sent, message):
@@ -397,7 +411,7 @@ def test_a_fault_of_the_student_ends_the_stream_and_not_the_server(student, monk
 
     with served(student) as url:
         with monkeypatch.context() as patch, Websocket(url) as client:
-            patch.setattr(LiveVideo, "next", broken)
+            patch.setattr(Stream, "next", broken)
             client.send(START)
             assert last_words(client) == ("a fault of the server: its terminal shows it", 4500)
         assert "KeyError: 'absent'" in capfd.readouterr().err

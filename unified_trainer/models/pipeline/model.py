@@ -102,8 +102,8 @@ class PipelineModel(DiffusersModel):
         v = latents.ours(part(stacked(made_of(self.network(**nested(inputs)))), facts.output).float() * facts.sign)
         return to_first_frames(v, x_t, sigma, cond[KNOWN]) if latents.known else v
 
-    def save(self, folder: Path, component: str, dtype: torch.dtype, max_shard_size: str) -> None:
-        super().save(folder, component, dtype, max_shard_size)
+    def save(self, folder: Path, component: str, dtype: torch.dtype) -> None:
+        super().save(folder, component, dtype)
         FOLDERS[folder] = self._known  # the folder is read again before the rest of its pipeline is written
 
     def guide(self, cond: Latents, uncond: Latents, guidance_scale: float | PerSample | PerFrame) -> Latents:

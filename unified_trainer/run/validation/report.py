@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unified_trainer.basics.own_files import without_link
 from unified_trainer.basics.requests import Request
-from unified_trainer.data.tiny_world_measures import DRAWN, WORLD, world_distances
+from unified_trainer.data.tiny_world_measures import ACCURACY, DRAWN, WORLD, world_distances
 from unified_trainer.data.video_files import Row, contact_sheet, file_name, write_clip
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import fitting
@@ -24,7 +24,6 @@ from unified_trainer.roles.role import Trainable
 from unified_trainer.run.settings.config import ValidationConfig
 from unified_trainer.run.validation.distances import FEATURES, REAL, Distances, distances
 from unified_trainer.run.validation.samples import (
-    ACCURACY,
     PIXELS,
     SCORES,
     THUMBNAILS,

@@ -10,8 +10,8 @@ from torch import Tensor
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Latents, Video, check_finite
 from unified_trainer.data.loader import make_batch
-from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, check_attributes, is_tiny_world
-from unified_trainer.data.tiny_world_measures import attributes
+from unified_trainer.data.tiny_world import is_tiny_world
+from unified_trainer.data.tiny_world_measures import exact_measures
 from unified_trainer.data.video_files import to_uint8
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.meter import phase
@@ -23,7 +23,7 @@ from unified_trainer.run.settings.config import ValidationConfig
 from unified_trainer.run.validation.distances import Distances
 from unified_trainer.sampling.solver import SamplerConfig, generate
 
-SCORES, PIXELS, ACCURACY = "score", "pixels/", "accuracy/"  # names of columns, and what such names begin with
+SCORES, PIXELS = "score", "pixels/"  # names of columns, and what such names begin with
 THUMBNAILS = "thumbnail"
 EXTREMES = 2  # best and worst samples of a validation that are written as videos beside its first ones
 
@@ -99,10 +99,7 @@ class SampleMaker:
         if names := (*self._reward.weights, *self._reward.held_out):
             columns[SCORES] = self._reward.parts_of(x0, video, prompts, names)
         if is_tiny_world(video.shape[2:], [request.text for request in self.requests]):
-            subjects = [SUBJECT_OF_CAPTION[prompt] for prompt in prompts]
-            hits = check_attributes(video.cpu(), subjects)
-            exact = {f"{ACCURACY}{name}": right.float() for name, right in hits.items()} | attributes(video, subjects)
-            columns |= {name: rows.to(self._device) for name, rows in exact.items()}
+            columns |= {name: rows.to(self._device) for name, rows in exact_measures(video, prompts).items()}
         if self._distances is not None:
             columns |= self._distances.columns(video, samples)
         kept = sorted(shown(self._reward, columns, samples, videos).intersection(samples))

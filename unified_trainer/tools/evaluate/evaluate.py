@@ -214,7 +214,7 @@ def _measured(
         key = loaded.base, loaded.run.encoders
         if key not in last:
             last.clear()  # one at a time in memory
-            last[key] = loaded.family.codec(loaded.base, mesh.device, loaded.run.encoders)
+            last[key] = loaded.codec()
         return measure(
             place, checkpoint, loaded, last[key], plan, VideoReward(scorers, rewards), features, progress.advance
         )

@@ -22,8 +22,8 @@ from unified_trainer.basics.errors import writing
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.requests import Request, identity_of
 from unified_trainer.basics.types import Video
-from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, check_attributes, is_tiny_world, real_clip, render
-from unified_trainer.data.tiny_world_measures import attributes
+from unified_trainer.data.tiny_world import is_tiny_world, real_clip, render
+from unified_trainer.data.tiny_world_measures import exact_measures
 from unified_trainer.data.video_files import file_name, to_uint8, write_clip
 from unified_trainer.models.base import Codec
 from unified_trainer.models.tensor_file import write_tensors
@@ -37,7 +37,7 @@ from unified_trainer.tools.evaluate.checkpoints import Checkpoint
 from unified_trainer.tools.evaluate.plan import Plan, noise_number
 from unified_trainer.tools.load_run import LoadedRole
 from unified_trainer.tools.output_folder import write_text
-from unified_trainer.tools.sample.sample import draw_latents
+from unified_trainer.tools.sample.latents import draw_latents
 
 VERSION = 4
 FILE, TENSORS = "measured.json", "features.safetensors"
@@ -170,10 +170,8 @@ def _scores(video: Video, prompts: list[str], plan: Plan, reward: VideoReward) -
         columns |= {f"reward/{name}": column.tolist() for name, column in zip(names, parts.unbind(1), strict=True)}
     columns |= {f"pixels/{name}": values.double().tolist() for name, values in statistics(video).items()}
     if is_tiny_world(video.shape[2:], plan.prompts):
-        subjects = [SUBJECT_OF_CAPTION[prompt] for prompt in prompts]
-        hits = check_attributes(video.cpu(), subjects)
-        named = {"accuracy" if name == "all" else f"accuracy/{name}": right for name, right in hits.items()}
-        columns |= {name: rows.double().tolist() for name, rows in (named | attributes(video, subjects)).items()}
+        exact = exact_measures(video, prompts).items()
+        columns |= {name.removesuffix("/all"): rows.double().tolist() for name, rows in exact}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 

@@ -68,7 +68,7 @@ def merge(
             for key in sums[name].changed:
                 weight = model.network.get_parameter(key)
                 weight.data += sums[name].change(key, weight.shape, ALONE.device)
-            model.save(built, name, DTYPES[dtype], "10GB")
+            model.save(built, name, DTYPES[dtype])
         write_components(folder, built, read_json(folder / INDEX), link_or_copy)
         if (folder / PIPELINE).is_file():  # of an export
             link_or_copy(folder / PIPELINE, built / PIPELINE)

@@ -53,7 +53,6 @@ def export(
     components: Literal["link", "copy", "none"] = "link",
     layout: str = DIFFUSERS,
     quantize: Quantize = "none",
-    max_shard_size: str = "10GB",
     base: Path | None = None,
     families: tuple[str, ...] = (),
 ) -> None:
@@ -74,7 +73,6 @@ def export(
         layout: With `wan`, the network alone is written, in one file by Wan's own names, as ComfyUI and Wan's code read
             it; of two experts in a folder each. With --adapter published it is the adapter.
         quantize: Write the linear layers of the blocks in so few bits, as diffusers reads them with torchao.
-        max_shard_size: Largest size of one file of weights in the layout of diffusers.
         base: Pipeline folder that the role started from, if it is no longer where the run found it.
         families: Model families of your own, in place of those of the run.
     """
@@ -105,9 +103,9 @@ def export(
         elif adapter == "published":
             adapters = _write_published(loaded, folder)
         else:
-            _write_network(loaded, folder, DTYPES[dtype], max_shard_size)
+            _write_network(loaded, folder, DTYPES[dtype])
             if quantize != "none":
-                _quantise(loaded, folder, quantize, DTYPES[dtype], max_shard_size)
+                _quantise(loaded, folder, quantize, DTYPES[dtype])
         if layout == DIFFUSERS:
             _write_scheduler(loaded, folder)
             _write_guider(loaded, folder)
@@ -122,7 +120,7 @@ def export(
     say(f"{out}: {loaded.said}. {about['how']}")
 
 
-def _write_network(loaded: LoadedRole, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
+def _write_network(loaded: LoadedRole, folder: Path, dtype: torch.dtype) -> None:
     """Write the network or both experts with adapters merged; raise ExportError unless they read back unchanged."""
     before = {}
     for expert in loaded.role.experts:
@@ -132,7 +130,7 @@ def _write_network(loaded: LoadedRole, folder: Path, dtype: torch.dtype, max_sha
     for expert, component in loaded.components.items():
         with loaded.role.running(expert) as model:
             _must_agree(_velocity(model), before[expert], MERGED, f"{loaded.said}: with its adapter merged")
-            model.save(folder, component, dtype, max_shard_size)
+            model.save(folder, component, dtype)
             again = _read(loaded, folder, component)
             read = again.network.state_dict()
             for key, weight in model.network.state_dict().items():
@@ -151,7 +149,7 @@ def _check_quantize(kind: Quantize, adapter: str, layout: str) -> None:
         raise UserError(f"--quantize {kind} is written on a device that computes in it, and {device.type} does not")
 
 
-def _quantise(loaded: LoadedRole, folder: Path, kind: Quantize, dtype: torch.dtype, max_shard_size: str) -> None:
+def _quantise(loaded: LoadedRole, folder: Path, kind: Quantize, dtype: torch.dtype) -> None:
     """Write networks that were written and read back once more, with few bits."""
     from unified_trainer.models.quantize import check_sizes, linear_layers, quantise_folder
 
@@ -159,7 +157,7 @@ def _quantise(loaded: LoadedRole, folder: Path, kind: Quantize, dtype: torch.dty
         model = _read(loaded, folder, component)
         check_sizes(model, kind, "--quantize")
         network = type(model.network).from_pretrained(folder / component, torch_dtype=dtype)
-        quantise_folder(network, linear_layers(model), folder / component, kind, max_shard_size)
+        quantise_folder(network, linear_layers(model), folder / component, kind)
 
 
 def _write_adapters(loaded: LoadedRole, folder: Path) -> list[AdapterFile]:

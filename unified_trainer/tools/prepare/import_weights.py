@@ -130,7 +130,7 @@ def import_weights(
     with new_folder(out) as built:
         if model is not None:
             model.network.load_state_dict(weights, assign=True)
-            model.save(built, component, DTYPES[dtype], "10GB")
+            model.save(built, component, DTYPES[dtype])
         else:
             ignored = shutil.ignore_patterns("*.safetensors*", "*.bin*")
             shutil.copytree(place, built / component, ignore=ignored, copy_function=link_or_copy)

@@ -20,8 +20,9 @@ from unified_trainer.run.registry import add_families, family_of
 from unified_trainer.run.settings import config as settings
 from unified_trainer.run.settings.command_line import read_reward
 from unified_trainer.tools.load_run import load_role
+from unified_trainer.tools.sample.latents import draw_latents
 from unified_trainer.tools.sample.rollout_folder import RolloutFolder
-from unified_trainer.tools.sample.sample import check_actions, draw_latents, read_lines, with_images
+from unified_trainer.tools.sample.sample import check_actions, read_lines, with_images
 
 
 def rollout(
@@ -76,7 +77,7 @@ def rollout(
     if loaded.actions:
         about |= {"actions": [request.actions.sha256 for request in requests]}
     folder = RolloutFolder.begin(output, about | {"batch": batch, "prompts": lines})
-    codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
+    codec = loaded.codec()
     samples = [request for request in requests for _ in range(num_samples)]
     drawn = 0
     with fitting(f"a batch of {len(folder.parts[0])} samples", "lower --batch, with another --output"):

@@ -7,14 +7,13 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import tyro
-from torch import Tensor
 
 from unified_trainer.basics.actions import Actions, actions_fault
 from unified_trainer.basics.errors import UserError, writing
@@ -22,8 +21,7 @@ from unified_trainer.basics.own_files import without_link
 from unified_trainer.basics.ranges import Count, FramesOrZero, Seed
 from unified_trainer.basics.requests import Image, Request
 from unified_trainer.basics.terminal import say
-from unified_trainer.basics.types import Batch, Latents, Video, check_finite, of_kind
-from unified_trainer.data.loader import make_batch
+from unified_trainer.basics.types import Latents, Video, check_finite, of_kind
 from unified_trainer.data.prompts import SUFFIXES, read_prompts
 from unified_trainer.data.video_files import Row, contact_sheet, file_name, to_uint8, writer
 from unified_trainer.models import hub
@@ -31,13 +29,11 @@ from unified_trainer.models.base import ActionForm, Codec, SoundDecoder
 from unified_trainer.parallel.device import Device, fitting
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.causal import Causal
-from unified_trainer.roles.role import Trainable
 from unified_trainer.run.build import cache_memory
-from unified_trainer.run.settings.config import RunConfig
-from unified_trainer.sampling.solver import Draw, SamplerConfig, generate, next_chunks, recomputed_cache, stream_chunks
-from unified_trainer.sampling.stream import Stream
+from unified_trainer.sampling.solver import next_chunks, recomputed_cache
 from unified_trainer.tools.load_run import LoadedRole, load_role
 from unified_trainer.tools.output_folder import check_empty
+from unified_trainer.tools.sample.latents import Stream, begin_samples, draw_latents
 
 SHOWN = 64  # most videos on the contact sheet, whose frames stay in memory until the end
 LONGEST_NAME = 255  # bytes
@@ -241,7 +237,7 @@ def _batches(
     loaded: LoadedRole, requests: Sequence[Request], seed: int, batch: int, *, by_chunk: bool, recache: bool
 ) -> Iterator[tuple[Codec, Iterator[Latents]]]:
     """Generate the latents of each batch, all at once or by chunks, with their codec."""
-    codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
+    codec = loaded.codec()
     for start in range(0, len(requests), batch):
         part = requests[start : start + batch]
         seeds = range(seed + start, seed + start + len(part))
@@ -251,92 +247,40 @@ def _batches(
             yield codec, iter([draw_latents(loaded, codec, part, seeds)])
 
 
-class SampledRole(Protocol):
-    """A role with the run whose sampler and video size it generates with."""
-
-    @property
-    def run(self) -> RunConfig: ...
-
-    @property
-    def role(self) -> Trainable: ...
-
-    @property
-    def name(self) -> str: ...  # of its weights, for messages
-
-
-def open_stream(loaded: LoadedRole, codec: Codec, requests: Sequence[Request], seeds: Sequence[int]) -> Stream:
-    """Begin a stream of each request by a causal student; their actions are given to it chunk by chunk."""
-    batch_of, draw = begin_samples(loaded, codec, seeds)
-    noise, role = draw(0), of_kind(Causal, loaded.role)
-    return Stream(role, noise, batch_of(requests), loaded.run.sampler, draw, loaded.actions)
-
-
-def draw_latents(student: SampledRole, codec: Codec, requests: Sequence[Request], seeds: Sequence[int]) -> Latents:
-    """Generate a batch of clean latents; sample i depends on requests[i] and seeds[i] alone, but for rounding.
-
-    Its noise is what diffusers draws with `torch.Generator().manual_seed(seeds[i])`. Raise NotFiniteError, which names
-    the student, for samples that are not finite.
-    """
-    batch_of, draw = begin_samples(student, codec, seeds)
-    x0 = generate(student.role, draw(0), batch_of(requests), student.run.sampler, draw)
-    check_finite(x0, student.name)
-    return x0
-
-
-def begin_samples(
-    student: SampledRole, codec: Codec, seeds: Sequence[int]
-) -> tuple[Callable[[Sequence[Request]], Batch], Draw]:
-    """Return a function from requests to a batch, and the noise of samples with these seeds, which each call draws."""
-    video, ids = student.run.video, list(range(len(seeds)))
-    shape = codec.latent_shape(video.frames, video.height, video.width)
-    negative = student.run.sampler.negative_prompt
-    streams = [torch.Generator().manual_seed(seed) for seed in seeds]
-
-    def draw(_: int) -> Tensor:
-        return torch.cat([torch.randn(1, *shape, generator=stream) for stream in streams]).to(student.role.device)
-
-    def batch_of(requests: Sequence[Request]) -> Batch:
-        return make_batch(codec, requests, negative, shape, prompt_ids=ids, sample_ids=ids)
-
-    return batch_of, draw
-
-
 @torch.no_grad()
 def _stream(
     loaded: LoadedRole, codec: Codec, requests: Sequence[Request], seeds: Sequence[int], *, recache: bool
 ) -> Iterator[Latents]:
     """Generate chunk by chunk; each prompt of "a | b" has an equal number of chunks, up to rounding."""
-    batch_of, draw = begin_samples(loaded, codec, seeds)
-    noise, sampler = draw(0), loaded.run.sampler
-    both = [(request, request.text.split(" | ")) for request in requests]
-    count = len(sampler.chunks.ranges(noise.shape[2]))
+    video, both = loaded.run.video, [(request, request.text.split(" | ")) for request in requests]
+    count = len(loaded.run.sampler.chunks.ranges(codec.latent_shape(video.frames, video.height, video.width)[1]))
     now = [
         [dataclasses.replace(request, text=scene[i * len(scene) // count]) for request, scene in both]
         for i in range(count)
     ]
-    starts = [i for i in range(count) if i == 0 or now[i] != now[i - 1]]
-    role, exits = of_kind(Causal, loaded.role), [sampler.num_steps - 1] * count
     if recache:
-        made = _recached(role, noise, {i: batch_of(now[i]) for i in starts}, sampler, draw, exits)
-    else:
-        switches = {i: batch_of(now[i]).cond for i in starts[1:]}
-        made = stream_chunks(role, noise, batch_of(now[0]), sampler, draw, exits, prompts=switches)
-    for x0 in made:
-        check_finite(x0, loaded.name)
-        yield x0
+        yield from _recached(loaded, codec, now, seeds)
+        return
+    stream = Stream(loaded, codec, now[0], seeds)
+    for requests_now in now:
+        yield stream.next(requests_now)
 
 
 def _recached(
-    role: Causal, noise: Latents, batches: Mapping[int, Batch], sampler: SamplerConfig, draw: Draw, exits: Sequence[int]
+    loaded: LoadedRole, codec: Codec, now: Sequence[Sequence[Request]], seeds: Sequence[int]
 ) -> Iterator[Latents]:
-    """Generate chunk by chunk; from chunk i on with batches[i], for which the KV cache is computed anew."""
+    """Generate chunk i with the requests now[i]; where they change, the KV cache is computed anew for them."""
+    batch_of, draw = begin_samples(loaded, codec, seeds)
+    noise, role, sampler = draw(0), of_kind(Causal, loaded.role), loaded.run.sampler
     ranges, draw, past = sampler.chunks.ranges(noise.shape[2]), functools.cache(draw), list[Latents]()
-    visible = sampler.chunks.visible_frames(noise.shape[2])
-    for first, stop in itertools.pairwise([*batches, len(ranges)]):
+    visible, exits = sampler.chunks.visible_frames(noise.shape[2]), [sampler.num_steps - 1] * len(ranges)
+    starts = [i for i in range(len(now)) if i == 0 or now[i] != now[i - 1]]
+    for first, stop in itertools.pairwise([*starts, len(ranges)]):
         seen = visible[first]
-        kept = torch.cat(past, 2)[:, :, seen] if seen else noise[:, :, :0]
-        cache = recomputed_cache(role, kept, seen, batches[first], sampler, lambda s, f=seen: draw(s)[:, :, f], exits)
+        kept, batch = torch.cat(past, 2)[:, :, seen] if seen else noise[:, :, :0], batch_of(now[first])
+        cache = recomputed_cache(role, kept, seen, batch, sampler, lambda s, f=seen: draw(s)[:, :, f], exits)
         for x0 in next_chunks(cache, noise, sampler, draw, ranges[first:stop], exits[first:stop]):
+            check_finite(x0, loaded.name)
             past.append(x0)
             yield x0
 

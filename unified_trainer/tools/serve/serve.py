@@ -26,10 +26,10 @@ from unified_trainer.run.checkpoint.manifest import Spec, weights_digest
 from unified_trainer.run.settings.config import plain
 from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.report.run_folder import find_runs, is_run
-from unified_trainer.tools.sample.sample import SampledRole, check_images, draw_latents, of_length
+from unified_trainer.tools.sample.latents import SampledRole, Stream, draw_latents
+from unified_trainer.tools.sample.sample import check_images, of_length
 from unified_trainer.tools.serve.batch_queue import Batcher
 from unified_trainer.tools.serve.guard import Door
-from unified_trainer.tools.serve.live_video import LiveVideo, check_length
 from unified_trainer.tools.serve.service import Asked, Service, texts
 from unified_trainer.tools.serve.streams import Chunk, First, Streams
 from unified_trainer.tools.serve.web_server import serve_until_stopped
@@ -73,7 +73,7 @@ def serve(
     def load() -> Service:
         loaded = load_role(run, "student", base, Mesh.alone(device), causal=True, families=families)
         loaded = of_length(loaded, 0, window_frames, sink_frames, batch + streams, rolling=rolling_sink)
-        codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
+        codec = loaded.codec()
         name = f"{folder.resolve().name}@{loaded.metadata['step']}{':ema' if ema else ''}"
         digest = weights_digest(loaded.metadata, "student", ema=ema)
         images, form = loaded.family.images(loaded.base), loaded.actions
@@ -154,13 +154,25 @@ def student_service(
         size = live.form.size if live.form else 0
         about["stream"] = {"most_frames": most, "streams": live.streams, "action_size": size, "actions": live.names}
 
-        def open_video(first: First, request: Request) -> LiveVideo:
+        def open_video(first: First, request: Request) -> Stream:
             check_images(name, images, [request], "send image" if images[0] else "leave image out")
-            check_length(student, codec, first.frames, most)
-            return LiveVideo(student, codec, first.seed, live.form)
+            _check_length(student, codec, first.frames, most)
+            return Stream(student, codec, [request], [first.seed], live.form)
 
         routes = Streams(open_video, batcher, live.streams, size).routes()
     return Service(about, "/sample", read, write, batcher, MOST_BYTES, routes)
+
+
+def _check_length(student: SampledRole, codec: Codec, frames: int, most: int) -> None:
+    """Raise UserError unless a video can have so many frames; 0 stands for no end, both in `frames` and in `most`."""
+    video, chunks = student.run.video, student.run.sampler.chunks
+    if most and not 0 < frames <= most:
+        raise UserError(
+            f"frames must be from 1 to {most}, not {frames}: a longer stream, or one without end, needs a student with "
+            "a window (serve --window-frames) and without condition images"
+        )
+    if frames:
+        chunks.ranges(codec.latent_shape(frames, video.height, video.width)[1])
 
 
 def _read(asked: dict[str, Any]) -> Wanted:

@@ -10,6 +10,7 @@ from importlib.resources import files
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
+import torch
 from PIL import Image as Picture
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
@@ -25,8 +26,8 @@ from unified_trainer.basics.requests import Request
 from unified_trainer.basics.suggestions import must_know
 from unified_trainer.data.video_files import to_uint8
 from unified_trainer.rewards.image_json import prompts_with_images
+from unified_trainer.tools.sample.latents import Stream
 from unified_trainer.tools.serve.batch_queue import Batcher, BusyError
-from unified_trainer.tools.serve.live_video import LiveVideo
 from unified_trainer.tools.serve.service import refusal_of
 
 IDLE_SECONDS = 30.0  # for which a stream may wait for its client
@@ -71,14 +72,15 @@ Made = tuple[np.ndarray, float]
 class Chunk:
     """The job of one chunk."""
 
-    video: LiveVideo
+    video: Stream
     request: Request
     actions: np.ndarray | None
 
     def make(self) -> Made:
         """Return the frames [frames, height, width, 3] and the seconds that they took."""
         began = time.perf_counter()
-        (frames,) = to_uint8(self.video.next(self.request, self.actions))
+        actions = None if self.actions is None else torch.from_numpy(self.actions)[None]
+        (frames,) = to_uint8(self.video.decode(self.video.next([self.request], actions)))
         return frames, time.perf_counter() - began
 
 
@@ -101,7 +103,7 @@ class Viewer:
             self._credit += message.chunks
             self._granted.set()
 
-    async def show(self, video: LiveVideo, generate: Callable[[Chunk], "asyncio.Future[Made]"], began: float) -> None:
+    async def show(self, video: Stream, generate: Callable[[Chunk], "asyncio.Future[Made]"], began: float) -> None:
         """Send chunk after chunk, each when the one before was taken and the client has asked for it."""
         encoding, number, sent = self._first.encoding, 0, {"frames": 0, "seconds": 0.0, "first": 0.0}
         while not self._first.frames or sent["frames"] < self._first.frames:
@@ -144,7 +146,7 @@ class Streams:
 
     def __init__(
         self,
-        open_video: Callable[[First, Request], LiveVideo],
+        open_video: Callable[[First, Request], Stream],
         batcher: "Batcher[Any, Any]",
         most: int,
         action_size: int,
