@@ -299,7 +299,7 @@ def test_a_first_frame_that_follows_from_the_image_is_clean(monkeypatch: pytest.
     assert facts.arguments.images[KNOWN].shape == (4, 1, 2, 3)
     order = torch.arange(72).reshape(18, 4).T.flatten()
     assert torch.equal(facts.latents.order, order) and facts.latents.shape == (4, 3, 2, 3)
-    assert facts.time.at(torch.tensor([0.5, 0.25])).tolist() == [[0.0] * 6 + [s] * 12 for s in (500, 250)]
+    assert facts.times[0].at(torch.tensor([0.5, 0.25])).tolist() == [[0.0] * 6 + [s] * 12 for s in (500, 250)]
     network = Network()
     network.forward = lambda x, time, text: (x + time[..., None],)
     held = Known(Path("folder"))
