@@ -764,7 +764,7 @@ def test_flops_of_encoders_and_decoder_are_those_of_the_layers_that_run(case, fo
     assert blueprint.encode_flops() == sum(ran)
     kind, config = blueprint.vae, json.loads((folder / "vae" / "config.json").read_text())
     with vae.in_use() as vae, FlopCounterMode(display=False) as counter, torch.no_grad():
-        kind.decoded(vae, kind.of_video(torch.zeros(1, *(shape := codec.latent_shape(case.frames, *SIDES)))))
+        kind.decoded(vae, torch.zeros(1, *(shape := codec.latent_shape(case.frames, *SIDES))))
     assert decode_flops(kind, frozen_config(config), *shape[1:]) == pytest.approx(counter.get_total_flops(), rel=0.03)
 
 
