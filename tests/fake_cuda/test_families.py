@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import LTX2VideoTransformer3DModel, WanTransformer3DModel
+from diffusers import WanTransformer3DModel
 
 if not torch.cuda.is_available():
     pytest.skip("needs the CUDA build of torch and a driver: make fake-cuda", allow_module_level=True)
@@ -20,8 +20,6 @@ if not torch.cuda.is_available():
 from fake import CUDA, Kernels, fake_cuda, moved
 
 from unified_trainer.basics.types import Condition
-from unified_trainer.models.ltx2.layout import with_sound
-from unified_trainer.models.ltx2.model import Ltx2Model
 from unified_trainer.models.pipeline.known import known
 from unified_trainer.models.wan.configs import CLIP_TOKENS
 from unified_trainer.models.wan.image_model import FirstFrameWanModel, ImageChannelsWanModel
@@ -61,17 +59,11 @@ class Case:
         return torch.empty(2, *self.latents, device=CUDA), sigma, Condition(held)
 
 
-def by_hand(
-    name: str, network: type[Any], model: type[Any], attentions: int, latents: tuple[int, ...], **held: tuple[int, ...]
-) -> Callable[[Path], Case]:
-    """The case of a family with a model of its own."""
-    config, condition = published()[name]["transformer"], {key: (shape, torch.float32) for key, shape in held.items()}
-    return lambda folder: Case(network, model, config, latents, condition, attentions)
-
-
 def wan(name: str, model: type[WanModel], latents: tuple[int, ...], **held: tuple[int, ...]) -> Callable[[Path], Case]:
-    attentions, text = LAYERS * (3 if "clip" in held else 2), (512, 4096)
-    return by_hand(f"Wan-AI/{name}-Diffusers", WanTransformer3DModel, model, attentions, latents, text=text, **held)
+    attentions, shapes = LAYERS * (3 if "clip" in held else 2), {"text": (512, 4096), **held}
+    config = published()[f"Wan-AI/{name}-Diffusers"]["transformer"]
+    condition = {key: (shape, torch.float32) for key, shape in shapes.items()}
+    return lambda folder: Case(WanTransformer3DModel, model, config, latents, condition, attentions)
 
 
 def learned(
@@ -92,7 +84,7 @@ def learned(
         facts, model = known(folder).of_size(size), family.blueprint(folder).model
         arguments = {**facts.arguments.text, **facts.arguments.images}
         condition = {key: (argument.shape, argument.dtype) for key, argument in arguments.items()}
-        return Case(model.network_class, model, sizes, facts.latents.shape, condition, attentions)
+        return Case(model.network_class, model, sizes, facts.shape, condition, attentions)
 
     return case
 
@@ -116,15 +108,8 @@ CASES = {
     "HunyuanVideo-1.5 of an image": learned(f"{HUNYUAN}_i2v", (121, 480, 832), LAYERS + 2),
     "LTX-Video of text": learned(LTX, (161, 480, 704), 2 * LAYERS),
     "LTX-Video of an image": learned(LTX, (161, 480, 704), 2 * LAYERS, "LTXImageToVideoPipeline"),
-    "LTX-2": by_hand(
-        "Lightricks/LTX-2",
-        LTX2VideoTransformer3DModel,
-        Ltx2Model,
-        6 * LAYERS,  # of video and sound: each by itself, with the text, and with the other
-        with_sound((128, 16, 16, 24)),
-        text=(1024, 3840),
-        sound_text=(1024, 3840),
-    ),
+    # of video and sound: each by itself, with the text, and with the other
+    "LTX-2": learned("Lightricks/LTX-2", (121, 512, 768), 6 * LAYERS),
 }
 
 

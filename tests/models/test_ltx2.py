@@ -1,6 +1,7 @@
 """LTX-2: a video and its sound in one tensor of latents; test_image_families.py has what families share."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from diffusers import LTX2Pipeline
 from helpers import ALONE, CPU, flags
-from ltx2_folder import LENGTH, ltx2_folder
+from ltx2_folder import ltx2_folder
 from real_clips import write_exactly
 
 from unified_trainer.__main__ import main
@@ -18,9 +19,10 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import make_batch
 from unified_trainer.models.encoders import EncoderConfig
-from unified_trainer.models.ltx2.codec import Ltx2Codec
-from unified_trainer.models.ltx2.family import LTX2
-from unified_trainer.models.ltx2.layout import Parts, joined, of_video, parts, sound_length, with_sound
+from unified_trainer.models.pipeline.codec import SoundCodec
+from unified_trainer.models.pipeline.family import pipeline_family
+from unified_trainer.models.pipeline.known import Known, known
+from unified_trainer.models.pipeline.sound import FoundSound, Parts
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Frozen, RoleConfig
 from unified_trainer.sampling.solver import SamplerConfig, generate
@@ -29,6 +31,7 @@ from unified_trainer.tools.export.scheduler import euler_scheduler
 pytestmark = pytest.mark.slow
 
 SIDES = (64, 32)
+LTX2 = pipeline_family("LTX2Pipeline")
 PROMPTS = ("a red circle", " a picture of a big blue square ")
 
 
@@ -43,49 +46,47 @@ def folder(folders) -> Path:
     return folders["LTX-2"]
 
 
-def codec_of(folder: Path) -> Ltx2Codec:
+def codec_of(folder: Path) -> SoundCodec:
     return LTX2.codec(folder, CPU, EncoderConfig())
 
 
-def test_a_shape_tells_how_long_its_video_is():
-    """At every size: the frames behind the video's have room for the sound, and one frame fewer has not."""
-    assert sound_length(16) == round(121 / 24 * 25) == 126
-    for frames in (1, 2, 7, 16, 33, 61):
-        for sides in ((1, 1), (2, 1), (8, 13), (16, 24), (34, 60)):
-            video = (128, frames, *sides)
-            latents, tokens = with_sound(video), sides[0] * sides[1]
-            assert of_video(latents) == video
-            assert tokens > (latents[1] - frames) * tokens - sound_length(frames) >= 0
+def sound_of(folder: Path, frames: int, height: int, width: int) -> FoundSound:
+    """What was learned about the sound of a video of this size."""
+    sound = known(folder).of_size((frames, height, width)).sound
+    assert sound is not None
+    return sound
 
 
-def test_latents_are_cut_into_what_they_are_joined_of():
-    shape = with_sound((32, 2, 2, 3))
-    latents = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
-    video, sound, rest = parts(latents)
-    assert (video.shape, sound.shape) == ((2, 32, 2, 2, 3), (2, sound_length(2), 32)) and rest.numel() > 0
-    assert torch.equal(joined(Parts(video, sound, rest), shape), latents)
+def test_a_shape_tells_how_long_its_video_is(folder):
+    """The latent frames behind the video's have room for the sound, and one fewer has not."""
+    sound = sound_of(folder, 17, 96, 96)
+    assert sound.latents.shape == (1, 1, round(17 / 24 * 25), 16)
+    assert Known(folder).of_shape(sound.shape).size == (17, 96, 96)
+    row = math.prod(sound.video) // sound.video[1]
+    assert row > math.prod(sound.shape) - math.prod(sound.video) - math.prod(sound.latents.shape) >= 0
+    with pytest.raises(UserError, match="makes no video with a sound of latents"):
+        known(folder).of_shape((16, 1, 1, 1))
 
 
-def test_the_noise_of_a_seed_is_that_of_the_pipeline():
-    """It draws the video's, then the sound's before its bands become channels."""
-    drawn = (torch.Generator().manual_seed(7) for _ in range(2))
-    video, sound, _ = parts(torch.randn(1, *with_sound((32, 2, 2, 3)), generator=(first := next(drawn))))
-    assert first.get_state().numel() > 0
-    second = next(drawn)
-    assert torch.equal(video, torch.randn(1, 32, 2, 2, 3, generator=second))
-    bands = torch.randn(1, 2, sound_length(2), 16, generator=second)
-    assert torch.equal(sound, LTX2Pipeline._pack_audio_latents(bands))
+def test_the_noise_of_a_seed_is_that_of_the_pipeline(folder):
+    """It draws the video's, then the sound's before its bands become channels; joined again, they are the whole."""
+    sound, (first, second) = sound_of(folder, 9, 64, 32), (torch.Generator().manual_seed(7) for _ in range(2))
+    noise = torch.randn(1, *sound.shape, generator=first)
+    parts = sound.parts(noise)
+    assert torch.equal(parts.video, torch.randn(1, 16, 2, 2, 1, generator=second))
+    bands = torch.randn(1, 1, 9, 16, generator=second)
+    assert torch.equal(sound.latents.packed(parts.sound), LTX2Pipeline._pack_audio_latents(bands))
+    assert parts.rest.numel() > 0 and torch.equal(sound.joined(parts), noise)
 
 
 def test_the_rest_of_the_latents_is_known(folder):
     """It is zero in data, so that at noise level sigma it is sigma times the noise, which is then its velocity."""
-    model = LTX2.model(folder, "transformer")
+    model, sound = LTX2.model(folder, "transformer"), sound_of(folder, 9, 64, 32)
     model.read(ALONE)
-    noise, _, cond = model.example(with_sound((16, 2, 2, 2)), 2)
-    rest, sigma = parts(noise).rest, torch.tensor([0.25, 0.9])
-    noised = joined(Parts(*parts(noise)[:2], rest * sigma[:, None]), noise.shape[1:])
-    assert rest.numel() > 0
-    torch.testing.assert_close(parts(model.velocity(noised, sigma, cond)).rest, rest)
+    noise, _, cond = model.example(sound.shape, 2)
+    parts, sigma = sound.parts(noise), torch.tensor([0.25, 0.9])
+    noised = sound.joined(Parts(parts.video, parts.sound, parts.rest * sigma[:, None]))
+    torch.testing.assert_close(sound.parts(model.velocity(noised, sigma, cond)).rest, parts.rest)
     whole = model.velocity(noised, torch.zeros(2), cond)  # where nothing is known any more
     assert bool(whole.isfinite().all())
 
@@ -113,25 +114,26 @@ def test_video_and_sound_are_those_of_the_pipeline(folders, name, scale):
     batch = make_batch(codec, Request.of(PROMPTS), sampler.negative_prompt, shape, prompt_ids=[0, 1], sample_ids=[0, 1])
     teacher = Frozen("teacher", Backbone(LTX2.model(folders[name], "transformer"), ALONE), RoleConfig())
     ours = generate(teacher, noise, batch, sampler, lambda _: noise)
-    assert float(parts(ours).rest.abs().max()) < 1e-7
+    sound = sound_of(folders[name], 9, *SIDES)
+    assert float(sound.parts(ours).rest.abs().max()) < 1e-7
     pipeline = LTX2Pipeline.from_pretrained(folders[name], scheduler=euler_scheduler(sampler, given=True))
     mean, std = pipeline.audio_vae.latents_mean, pipeline.audio_vae.latents_std
-    video, sound = pipeline(
+    parts = sound.parts(noise)
+    video, heard = pipeline(
         list(PROMPTS),
         [sampler.negative_prompt] * 2,
         *SIDES,
         9,
         num_inference_steps=3,
-        latents=parts(noise).video.flatten(2).transpose(1, 2),
-        audio_latents=parts(noise).sound * std + mean,
+        latents=parts.video.flatten(2).transpose(1, 2),
+        audio_latents=sound.latents.packed(parts.sound) * std + mean,
         output_type="pt",
-        max_sequence_length=LENGTH,
         return_dict=False,
         **LTX2.guidance(folders[name], scale, EncoderConfig()),
     )
     torch.testing.assert_close(codec.decode(ours).transpose(1, 2), video, rtol=0, atol=1e-5)
-    torch.testing.assert_close(codec.sound(ours), sound, rtol=0, atol=1e-5)
-    assert codec.sample_rate == pipeline.vocoder.config.output_sampling_rate and float(sound.std()) > 0.01
+    torch.testing.assert_close(codec.sound(ours), heard, rtol=0, atol=1e-5)
+    assert codec.sample_rate == pipeline.vocoder.config.output_sampling_rate and float(heard.std()) > 0.01
 
 
 def test_the_connectors_are_part_of_the_text_encoder(folder, tmp_path):
@@ -139,9 +141,9 @@ def test_the_connectors_are_part_of_the_text_encoder(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "other")
     codec, other = codec_of(folder), ltx2_folder(tmp_path / "other", seed=1)
     assert codec.text_fingerprint != codec_of(other).text_fingerprint
-    assert "2 distinct" in codec.encode_ahead([*PROMPTS, PROMPTS[1].strip()], ALONE)  # as the pipeline reads them
-    assert codec._connectors._network is codec._text_encoder._network is None
-    assert codec.encode_text(PROMPTS)["sound_text"].shape == (2, LENGTH, 24)
+    codec.encode_ahead(PROMPTS, ALONE)
+    assert codec._parts["connectors"]._network is codec._parts["text_encoder"]._network is None
+    assert codec.encode_text(PROMPTS)["audio_encoder_hidden_states"].shape == (2, 1024, 24)
 
 
 def changed(folder: Path, place: Path, file: str, change: dict[str, object]) -> Path:
@@ -155,7 +157,9 @@ def changed(folder: Path, place: Path, file: str, change: dict[str, object]) -> 
 def test_a_side_that_the_decoder_cannot_pad_is_refused(folder, tmp_path, capsys):
     """Published decoders pad by reflection, so that a frame and the last of its tiles have two latents a side."""
     odd = changed(folder, tmp_path / "odd", "vae", {"decoder_spatial_padding_mode": "reflect"})
-    with pytest.raises(UserError, match=r"video\.width must be at least 64, not 32"):
+    with pytest.raises(
+        UserError, match=r"nearest size that it makes: --video\.frames 9 --video\.height 64 --video\.width 64"
+    ):
         LTX2.latent_shape(odd, 9, 64, 32)
     tiled = LTX2.codec(odd, CPU, EncoderConfig(vae_tile=128))
     for width, fits in ((192, True), (224, False)):
@@ -166,16 +170,13 @@ def test_a_side_that_the_decoder_cannot_pad_is_refused(folder, tmp_path, capsys)
         assert codec_of(odd).decode(latents).shape == (1, 3, 9, 64, width)
         with pytest.raises(UserError, match=r"the last of 224: set another encoders\.vae_tile than 128, or 0"):
             tiled.decode(latents)
-    given = ["plan", "--recipe", "ltx-2", "--method", "dance_grpo", "--hardware", "8xH200"]
-    for word, value, said in (
-        ("--video.width", "32", "video.width must be at least 64, not 32"),
-        ("--encoders.vae-tile", "256", "the last of 416: set another encoders.vae_tile than 256, or 0"),
-    ):
-        assert main([*given, word, value]) == 2
-        assert said in capsys.readouterr().err
+    sized = {"recipe": "tiny", "student.path": odd, "video.frames": 9, "video.height": 64, "video.width": 224}
+    given = flags(sized | {"video.fps": 24, "method": "dance_grpo", "encoders.vae-tile": 128})
+    assert main(["plan", *given, "--hardware", "H100"]) == 2
+    assert "the last of 224: set another encoders.vae_tile than 128, or 0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("part", ["audio_vae", "vocoder", "connectors"])
+@pytest.mark.parametrize("part", ["audio_vae", "vocoder"])
 def test_a_folder_without_weights_of_the_sound_is_refused(folder, tmp_path, part):
     """At the start of a run, which reads them when it first decodes a sound."""
     shutil.copytree(folder, tmp_path / "half")
@@ -235,22 +236,13 @@ def test_ranks_that_would_share_tokens_are_refused(capsys, key, ranks):
 @pytest.mark.parametrize(
     ("file", "change", "said"),
     [
-        ("transformer", {"audio_in_channels": 8}, "must be equal, but are 16, 16, 8, 16"),
-        ("transformer", {"vae_scale_factors": [8, 16, 16]}, r"vae_scale_factors must be \(8, 32, 32\)"),
-        (
-            "transformer",
-            {"caption_channels": 12},
-            r"the connectors give \(24, 24\) channels, but the .* takes \(12, 12\)",
-        ),
-        ("transformer", {"audio_hop_length": 80}, "audio_hop_length must be 160"),
-        ("connectors", {"caption_channels": 12}, "caption_channels is 12, but the text encoder gives 24"),
-        ("connectors", {"video_connector_num_learnable_registers": 5}, "5 registers do not divide the 16 tokens"),
-        ("connectors", {"video_connector_num_learnable_registers": None}, "num_learnable_registers"),
-        ("vae", {"spatial_compression_ratio": 16}, "16 pixels a side, but the positions"),
-        ("vae", {"timestep_conditioning": True}, "timestep_conditioning must be False"),
-        ("vae", {"latent_channels": 32}, "latent_channels is 32, but the transformer takes 16"),
-        ("audio_vae", {"latent_channels": 2}, r"are \(16, 32\), but the transformer takes 16"),
-        ("vocoder", {"_class_name": "Vocos"}, "_class_name must be"),
+        ("transformer", {"audio_in_channels": 8}, "LTX2Pipeline cannot be called"),
+        ("transformer", {"caption_channels": 12}, "LTX2Pipeline cannot be called"),
+        ("connectors", {"caption_channels": 12}, "LTX2Pipeline cannot be called"),
+        ("connectors", {"video_connector_num_learnable_registers": 5}, "LTX2Pipeline cannot be called"),
+        ("vae", {"latent_channels": 32}, "latents_mean is"),
+        ("audio_vae", {"latent_channels": 2}, "LTX2Pipeline cannot be called"),
+        ("vocoder", {"hidden_channels": 64}, "vocoder"),
     ],
 )
 def test_folders_of_another_kind_are_refused(folder, tmp_path, file, change, said):

@@ -1,5 +1,6 @@
 """What the probe learns of a pipeline's call, and what it refuses, on pipelines of a few lines."""
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,6 +177,34 @@ class FromImage(Stub):
             self.vae.decode(2 * x + 1, return_dict=False)
 
 
+class SoundNetwork(Network):
+    def forward(self, x: Tensor, time: Tensor, sigma: Tensor, text: Any, sound: Tensor) -> tuple[Tensor, Tensor]:
+        return *super().forward(x, time), -0.5 * sound
+
+
+class WithSound(Stub):
+    """Moves a sound too, by a copy of its scheduler: two channels as tokens, which its VAE has as rows."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(given)
+        self.transformer = SoundNetwork()
+        self.components |= {"transformer": self.transformer, "audio_vae": Decoder()}
+
+    def run(self, prompts: Any, height: int, width: int, steps: int, generator: Any, output_type: str) -> None:
+        x = torch.randn(len(prompts), 4, height // 8, width // 8, generator=generator)
+        sound, of_sound = torch.randn(len(prompts), 3, 2, generator=generator), copy.deepcopy(self.scheduler)
+        for scheduler in (self.scheduler, of_sound):
+            scheduler.set_timesteps(steps)
+        for t in self.scheduler.timesteps:
+            times = t.expand(len(x))
+            v, heard = self.transformer(x, times, times / 1000, words(prompts), sound)
+            x = self.scheduler.step(v, t, x, return_dict=False)[0]
+            sound = of_sound.step(-heard, t, sound, return_dict=False)[0]
+        if output_type != "latent":
+            self.vae.decode(2 * x + 1, return_dict=False)
+            self.components["audio_vae"].decode(3 * sound.mT[..., None] - 1)
+
+
 def pipeline(given: Any, kind: type[Stub] = Stub, memory: WithoutMemory | None = None) -> Pipeline:
     return Pipeline(Path("folder"), kind(given), ["transformer"], memory or WithoutMemory())
 
@@ -299,7 +328,7 @@ def test_a_first_frame_that_follows_from_the_image_is_clean(monkeypatch: pytest.
     assert facts.arguments.images[KNOWN].shape == (4, 1, 2, 3)
     order = torch.arange(72).reshape(18, 4).T.flatten()
     assert torch.equal(facts.latents.order, order) and facts.latents.shape == (4, 3, 2, 3)
-    assert facts.time.at(torch.tensor([0.5, 0.25])).tolist() == [[0.0] * 6 + [s] * 12 for s in (500, 250)]
+    assert facts.times[0].at(torch.tensor([0.5, 0.25])).tolist() == [[0.0] * 6 + [s] * 12 for s in (500, 250)]
     network = Network()
     network.forward = lambda x, time, text: (x + time[..., None],)
     held = Known(Path("folder"))
@@ -364,3 +393,18 @@ def test_classes_are_found_without_a_list_of_all_names(monkeypatch: pytest.Monke
     assert component_class(file, "diffusers", "AutoencoderKL") is AutoencoderKL
     with pytest.raises(UserError, match=r"transformers\.NoSuchModel is no class of diffusers .* or transformers"):
         component_class(file, "transformers", "NoSuchModel")
+
+
+def test_a_sound_that_a_copy_of_the_scheduler_moves_is_learned():
+    facts = learn(pipeline(None, WithSound), SIZE)
+    assert "latents: x [4, 2, 3] and sound [3, 2] of its sound; time: time = 1000 sigma, sigma = 1 sigma;" in str(facts)
+    sound, tokens = facts.sound, torch.randn(2, 3, 2)
+    assert (sound.sign, sound.output, facts.sign) == (-1.0, None, 1.0)
+    assert facts.arguments.of_pass == {"time", "sigma", "sound"} and facts.arguments.text.keys() == {"text"}
+    ours = sound.latents.ours(tokens)
+    assert ours.shape == (2, 2, 1, 3, 1) and torch.equal(sound.latents.packed(ours), tokens)
+    assert torch.equal(sound.latents.raw(ours), 3 * tokens.mT[:, :, None, :, None] - 1)
+    assert facts.shape == (4, 2, 2, 3)  # 24 numbers of the video, 6 of the sound, and a rest
+    whole = torch.randn(2, *facts.shape)
+    assert torch.equal(sound.parts(whole).video, whole.flatten(1)[:, :24].reshape(2, 4, 1, 2, 3))
+    assert torch.equal(sound.joined(sound.parts(whole)), whole)

@@ -111,7 +111,7 @@ def found(folder: Path, kind: Kind, mesh: Mesh, **how: Any) -> dict[str, torch.T
     backbone = Backbone(PipelineModel.open(folder, "transformer"), mesh, trained=True, **how)
     role, tokens = Trainable("student", backbone, TrainableConfig()), facts.latents.native[0]
     if kind.times:
-        time, times = facts.time.name, torch.linspace(0, 1, tokens)
+        time, times = facts.times[0].name, torch.linspace(0, 1, tokens)
         backbone.model.network.register_forward_pre_hook(
             lambda _network, inputs, named: (
                 inputs,

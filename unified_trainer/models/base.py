@@ -313,7 +313,8 @@ class Family:
     general_recipe: Callable[[Path], tuple[str, Mapping[str, int]]] = lambda folder: ("", {})
     # (folder, (frames, height, width) in pixels) -> what was learned about the pipeline, in words; "": nothing
     describe: Callable[[Path, tuple[int, int, int]], str] = lambda folder, size: ""
-    sound: bool = False  # whether latents hold a sound too, which is not read from clips
+    # folder -> whether latents hold a sound too, which is not read from clips
+    sound: Callable[[Path], bool] = lambda folder: False
     # config of the component that has the guidance scale in place of the pipeline's call: a ClassifierFreeGuidance
     guider: str = ""
     fps: float | None = None  # frames per second of the videos, if the positions of tokens are in seconds; None: any

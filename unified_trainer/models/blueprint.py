@@ -41,11 +41,8 @@ class VAEKind(Protocol):
     def vae_channels(self, vae: Any) -> int:
         """Return the channels of the latents that a VAE decodes."""
 
-    def of_video(self, latents: Tensor) -> Tensor:
-        """Return the part of latents that the VAE decodes."""
-
     def decoded(self, vae: Any, raw: Tensor) -> Tensor:
-        """Return the video in [-1, 1] of latents in the VAE's own units."""
+        """Return the video in [-1, 1] of latents, of which the video's are in the VAE's own units."""
 
     def tile(self, vae: Any, size: int) -> None:
         """Let the VAE work in tiles of `size` pixels a side."""
@@ -74,12 +71,12 @@ def codec_blueprint(
     def encode_flops() -> float:
         """Count the products of linear layers, without attention scores."""
         with torch.device("meta"):
-            encoder = codec.text_layers(codec.text_class(config))
+            encoder = codec.text_class(config)
         layers = (layer for layer in encoder.modules() if isinstance(layer, nn.Linear))
         return 2.0 * tokens * sum(layer.weight.numel() for layer in layers)
 
-    channels = codec.channels_of(folder, config.get_text_config().hidden_size)
-    return Blueprint(model, codec, {"text": (tokens, channels)}, encode_flops, flow_map)
+    width = config.get_text_config().hidden_size
+    return Blueprint(model, codec, {"text": (tokens, width)}, encode_flops, flow_map)
 
 
 def frozen_config(config: Mapping[str, Any]) -> Config:

@@ -46,7 +46,7 @@ class DiffusersCodec(FrozenCodec):
     def __init__(self, folder: Path, device: torch.device, config: EncoderConfig) -> None:
         """Open a pipeline folder, of which no weight is read yet; UserError for a folder that is not whole."""
         config = config.on(device.type)
-        described: dict[str, Any] = {"weights": "model", "schema": self.text_schema, "inside": self.text_weight}
+        described: dict[str, Any] = {"weights": "model", "schema": self.text_schema}
         encoder = folder / "text_encoder"
         vocabulary, self.text_width = self.text_sizes(encoder / "config.json")
         check_described(self.text_class, encoder, **described)
@@ -56,7 +56,7 @@ class DiffusersCodec(FrozenCodec):
             read_as(self.vae_schema, folder / "vae" / "config.json")
         self._outline = outline(self.vae_class, folder / "vae")
         self.text_tokens = int(min(self.longest_text, self._tokenizer.model_max_length))
-        self.text_shapes: Shapes = {"text": (self.text_tokens, self.channels_of(folder, self.text_width))}
+        self.text_shapes: Shapes = {"text": (self.text_tokens, self.text_width)}
         self._text_precision = config.text_precision
         self._vae_settings = config.vae_precision + (f" tiles {config.vae_tile}" if config.vae_tile else "")
         settings: tuple[str | int, ...] = (config.text_precision, device.type, self.text_tokens)
@@ -97,18 +97,9 @@ class DiffusersCodec(FrozenCodec):
             config = self.text_class.config_class.from_dict(read_json(file)).get_text_config()
             return config.vocab_size, config.hidden_size
 
-    def text_weight(self, key: str) -> str:
-        """Return a text encoder's name of a weight that its files call `key`."""
-        return key
-
     def embed(self, encoder: Any, prompt: str) -> Float[Tensor, "n d"]:
         """Return the embedding of a cleaned prompt, without padding: at most `text_tokens` rows."""
         raise NotImplementedError
-
-    @classmethod
-    def channels_of(cls, folder: Path, width: int) -> int:
-        """Return the channels of the embedding of a prompt; `width` are those of the text encoder."""
-        return width
 
     def named(self, text: Float[Tensor, "b n d"]) -> dict[str, Tensor]:
         """Return the tensors of a condition, from padded embeddings."""
@@ -116,11 +107,6 @@ class DiffusersCodec(FrozenCodec):
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         raise NotImplementedError
-
-    @classmethod
-    def of_video(cls, latents: Latents) -> Float[Tensor, "b c frames h w"]:
-        """Return the part of latents that the VAE decodes."""
-        return latents
 
     @classmethod
     def statistics(cls, config: Any) -> tuple[Sequence[float], Sequence[float]]:
@@ -131,11 +117,6 @@ class DiffusersCodec(FrozenCodec):
     def vae_channels(cls, vae: Any) -> int:
         """Return the channels of the latents that a VAE decodes."""
         return len(cls.statistics(vae.config)[0])
-
-    @classmethod
-    def text_layers(cls, encoder: Any) -> nn.Module:
-        """Return the part of a text encoder that reads a prompt."""
-        return encoder
 
     @classmethod
     def tile(cls, vae: Any, size: int) -> None:
@@ -197,7 +178,7 @@ class DiffusersCodec(FrozenCodec):
 
     def _decode(self, latents: Latents, decode: DecodeNext) -> Video:
         with self._vae.in_use() as vae:
-            return (decode(vae, self.raw(self.of_video(latents)).to(vae.dtype)).float() / 2 + 0.5).clamp(0, 1)
+            return (decode(vae, self.raw(latents).to(vae.dtype)).float() / 2 + 0.5).clamp(0, 1)
 
     def raw(self, latents: Latents) -> Latents:
         return latents.to(self._mean) * self._std + self._mean

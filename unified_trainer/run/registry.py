@@ -19,12 +19,7 @@ from unified_trainer.roles.role import RoleConfig
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
 WAN = "unified_trainer.models.wan.family:WAN"
-LTX2 = "unified_trainer.models.ltx2.family:LTX2"
-FAMILIES: dict[str, str | Family] = {
-    "WanPipeline": WAN,
-    "WanImageToVideoPipeline": WAN,
-    "LTX2Pipeline": LTX2,
-}
+FAMILIES: dict[str, str | Family] = {"WanPipeline": WAN, "WanImageToVideoPipeline": WAN}
 PLAIN = RoleConfig()
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -23,8 +24,9 @@ from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.pipeline.calls import most_likely
 from unified_trainer.models.pipeline.family import networks, open_codec
 from unified_trainer.models.pipeline.known import known
-from unified_trainer.models.pipeline.model import PipelineModel
+from unified_trainer.models.pipeline.model import open_model
 from unified_trainer.models.pipeline.opening import flow_scheduler
+from unified_trainer.models.pipeline.sound import Parts
 
 PROMPTS = ("a red circle", "a cat moving left over the blue square")  # of different length
 STEPS = 3
@@ -40,7 +42,7 @@ class Comparison:
         self.facts = self.known.of_size(self.size)
         self.codec = open_codec(folder, CPU, EncoderConfig())
         names, self._boundary = networks(folder)
-        self._models = [PipelineModel.open(folder, name) for name in names]
+        self._models = [open_model(folder, name) for name in names]
         for model in self._models:
             model.read(ALONE)
         self.model = self._models[0]
@@ -66,7 +68,7 @@ class Comparison:
     def condition(self) -> Condition:
         """The conditions of both prompts."""
         images = () if self.picture is None else (Image.of(np.array(self.picture)),)
-        return conditions_of(self.codec, [Request(text, images) for text in PROMPTS], self.facts.latents.shape)
+        return conditions_of(self.codec, [Request(text, images) for text in PROMPTS], self.facts.shape)
 
     @cached_property
     def walks(self) -> Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -87,13 +89,22 @@ class Comparison:
         frames = frames.float()[:, :, None] if frames.dim() == 4 else frames.float().transpose(1, 2)
         last = (decoded[0][:, :, None] if self.facts.latents.flat else decoded[0]).float()
         last = (last - self.facts.latents.shift) / self.facts.latents.scale
-        x = self.facts.latents.ours(self.facts.latents.of_argument(started[0]))
+        x = self._start(started[0])
         levels = self.pipeline.scheduler.sigmas.tolist()
         for sigma, following in itertools.pairwise(levels):
             at = torch.tensor([sigma], dtype=torch.float64)
             model = self._models[-1 if self._boundary is not None and sigma < self._boundary else 0]
             x = x + (following - sigma) * model.velocity(x, at, self.condition.take([number]))
         return x, self.codec.decode(x), last, frames
+
+    def _start(self, given: Mapping[str, Any]) -> Tensor:
+        """The noise that the network is given, with that of a sound, whose known part is zero."""
+        video, sound = self.facts.latents.ours(self.facts.latents.of_argument(given)), self.facts.sound
+        if sound is None:
+            return video
+        heard = sound.latents.ours(sound.latents.of_argument(given))
+        rest = math.prod(sound.shape) - video.numel() - heard.numel()
+        return sound.joined(Parts(video, heard, video.new_zeros(1, rest)))
 
     def _arguments(self) -> dict[str, Any]:
         names = self.known.pipeline.names
@@ -105,7 +116,8 @@ class Comparison:
 
     def difference(self) -> tuple[float, float]:
         """The largest difference of latents, in parts of the largest latent, and that of pixels in 0 to 1."""
-        latents = max(float((x - last).abs().max() / last.abs().max()) for x, _, last, _ in self.walks)
+        ends = [(self.facts.of_video(x), last) for x, _, last, _ in self.walks]
+        latents = max(float((x - last).abs().max() / last.abs().max()) for x, last in ends)
         return latents, max(float((frames - own).abs().max()) for _, frames, _, own in self.walks)
 
     @torch.no_grad()

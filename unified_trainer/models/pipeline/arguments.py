@@ -38,6 +38,7 @@ class FoundArguments:
     counted: tuple[str, ...] | None  # set: each sample is called alone, with so many items of these as its prompt
     constants: Mapping[str, Any]  # all other arguments
     replicated: tuple[str, ...]  # those of them that have a row, or an item, for each sample
+    of_pass: frozenset[str]  # what each pass sets beside the video's latents, such as the time
 
     @property
     def text_shapes(self) -> Shapes:
@@ -120,6 +121,7 @@ class FoundArguments:
             tuple(sorted(counted)) if alone else None,
             {n: value[:1] if n in replicated else value for n, value in fixed.items() if n != "return_dict"},
             replicated,
+            frozenset(known - {""}),
         )
 
 

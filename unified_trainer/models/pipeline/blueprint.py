@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from unified_trainer.models.blueprint import Blueprint
 from unified_trainer.models.pipeline.arguments import LONG
 from unified_trainer.models.pipeline.known import known
-from unified_trainer.models.pipeline.model import PipelineModel
+from unified_trainer.models.pipeline.model import PipelineModel, model_kind
 from unified_trainer.models.pipeline.opening import NETWORKS, component_classes
 from unified_trainer.models.pipeline.vae import decoded, fix, tile
 
@@ -27,7 +27,7 @@ class PipelineParts:
         return component_classes(self.folder)[NETWORKS[0]]
 
     def __call__(self, network: Any) -> PipelineModel:
-        return PipelineModel(network, None, known(self.folder))
+        return model_kind(known(self.folder))(network, None, known(self.folder))
 
     @property
     def vae_class(self) -> Any:
@@ -36,12 +36,10 @@ class PipelineParts:
     def vae_channels(self, vae: Any) -> int:
         return known(self.folder).any().latents.shape[0]
 
-    def of_video(self, latents: Tensor) -> Tensor:
-        return latents
-
     def decoded(self, vae: Any, raw: Tensor) -> Tensor:
         fix(vae)
-        return decoded(vae, raw, known(self.folder).any().latents)
+        frames = known(self.folder).video_frames((raw.shape[1], raw.shape[2], raw.shape[3], raw.shape[4]))
+        return decoded(vae, raw[:, :, :frames], known(self.folder).any().latents)
 
     def tile(self, vae: Any, size: int) -> None:
         tile(vae, size, known(self.folder).any().pixels)

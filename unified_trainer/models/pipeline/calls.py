@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import tree_map
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.models.pipeline.values import Size, flat, made_of
+from unified_trainer.models.pipeline.values import Size, flat
 from unified_trainer.models.pipeline.without_memory import WithoutMemory
 
 SHORT = "a cat"
@@ -25,8 +25,10 @@ STEPS = 4  # of a call: enough to tell a line from a curve
 OFF = {"guidance_scale": 1.0, "true_cfg_scale": 1.0, "guidance_rescale": 0.0, "stg_scale": 0.0}
 OFF |= {"use_resolution_binning": False, "_auto_resize": False}  # the size is what was asked for
 OFF |= {"enable_prompt_rewrite": False, "use_pe": False}  # prompts of its own, written by chance
-OFF |= {"sample_audio": False}
+OFF |= {"sample_audio": False, "modality_scale": 1.0}
+OFF |= {"audio_guidance_scale": 1.0, "audio_guidance_rescale": 0.0, "audio_stg_scale": 0.0, "audio_modality_scale": 1.0}
 SIZES = {"num_frames": 0, "frames": 0, "height": 1, "width": 2}  # arguments of the call, and their place in a size
+VAES = ("vae", "audio_vae")  # of the video and of its sound
 IMAGES = ("image", "control_image")  # arguments of the call that may be a sample's condition image
 
 
@@ -49,10 +51,12 @@ class CallRecord:
     inputs: list[dict[str, Any]] = field(default_factory=list)  # of the network, by name
     outputs: list[Any] = field(default_factory=list)
     steps: list[tuple[Any, Tensor, Tensor]] = field(default_factory=list)  # the scheduler's velocity, latents, result
+    sound_steps: list[tuple[Any, Tensor, Tensor]] = field(default_factory=list)  # those of a copy of the scheduler
     sigmas: Tensor = field(default_factory=lambda: torch.empty(0))
     given_levels: bool = False
     encoded: list[Tensor] = field(default_factory=list)  # by the VAE
-    decoded: tuple[Tensor, tuple[Any, ...], dict[str, Any]] | None = None  # the arguments of the VAE's decode
+    # the arguments of the decode of the VAE, and of that of the sound's
+    decoded: list[tuple[Tensor, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
 
 @contextmanager
@@ -118,22 +122,22 @@ class Pipeline:
         size: Size,
         image: Picture.Image | None,
         *,
-        latents: Tensor | None = None,
+        latents: Sequence[Tensor] = (),
         stop: bool = False,
         **options: Any,
     ) -> CallRecord:
         """Call the pipeline; ProbeError for a call that fails.
 
-        `latents` are what each of two solver steps returns, up to the VAE's decoding. With `stop` the call ends at the
-        network's first call.
+        `latents`, of the video and of its sound, are what each of two solver steps returns, up to the decoding of the
+        last of them. With `stop` the call ends at the network's first call.
         """
         given: dict[str, Any] = dict(self.no_guidance)
         given |= {name: size[place] for name, place in SIZES.items() if name in self.names}
         given |= {"max_area": size[1] * size[2]} if "max_area" in self.names else {}
         given |= {self.image: image} if self.takes_image else {}
         given |= options
-        given["output_type"] = "latent" if latents is None else "pt"
-        given["num_inference_steps"] = STEPS if latents is None else 2
+        given["output_type"] = "pt" if latents else "latent"
+        given["num_inference_steps"] = 2 if latents else STEPS
         seen, text = CallRecord(), prompts[0] if len(prompts) == 1 else list(prompts)
         try:
             with (
@@ -157,9 +161,8 @@ class Pipeline:
         return seen
 
     @contextmanager
-    def _watched(self, seen: CallRecord, samples: int, latents: Tensor | None, *, stop: bool) -> Iterator[None]:
-        scheduler, vae = self.pipe.scheduler, self.pipe.vae
-        set_timesteps, euler = scheduler.set_timesteps, scheduler.step
+    def _watched(self, seen: CallRecord, samples: int, latents: Sequence[Tensor], *, stop: bool) -> Iterator[None]:
+        scheduler, kind = self.pipe.scheduler, type(self.pipe.scheduler)
 
         def watched(network: nn.Module) -> Any:
             forward, signature = network.forward, inspect.signature(network.forward)
@@ -171,39 +174,49 @@ class Pipeline:
                 if stop:
                     raise _Reached
                 output = forward(*inputs, **named)
-                seen.outputs.append(made_of(output))
+                seen.outputs.append(output)
                 return output
 
             return call
 
-        def step(velocity: Any, time: Any, x: Tensor, *more: Any, return_dict: bool = True, **named: Any) -> Any:
-            x = x.clone()
-            moved = euler(velocity, time, x, *more, return_dict=False, **named)[0]
-            seen.steps.append((velocity, x, moved))
-            moved = moved if latents is None else latents.to(x.dtype)
+        def step(
+            own: Any, velocity: Any, time: Any, x: Tensor, *more: Any, return_dict: bool = True, **named: Any
+        ) -> Any:
+            x, of_sound = x.clone(), own is not scheduler
+            moved = kind.step(own, velocity, time, x, *more, return_dict=False, **named)[0]
+            (seen.sound_steps if of_sound else seen.steps).append((velocity, x, moved))
+            moved = latents[of_sound].to(x.dtype) if len(latents) > of_sound else moved
             return FlowMatchEulerDiscreteSchedulerOutput(moved) if return_dict else (moved,)
 
-        def levels(*inputs: Any, **named: Any) -> Any:
+        def levels(own: Any, *inputs: Any, **named: Any) -> Any:
             seen.given_levels = named.get("sigmas") is not None
-            return set_timesteps(*inputs, **named)
+            return kind.set_timesteps(own, *inputs, **named)
 
-        def decode(z: Tensor, *inputs: Any, **named: Any) -> Any:
-            seen.decoded = (z, inputs, named)
-            raise _Reached
+        def noted(decode: Any) -> Any:
+            def call(z: Tensor, *inputs: Any, **named: Any) -> Any:
+                seen.decoded.append((z, inputs, named))
+                if len(seen.decoded) == len(latents):
+                    raise _Reached
+                return decode(z, *inputs, **named)
 
-        levels.__signature__ = inspect.signature(set_timesteps)  # type: ignore[attr-defined]  # pipelines look at it
-        changed = [(scheduler, "step", step), (scheduler, "set_timesteps", levels)]
-        changed += [(one, "forward", watched(one)) for one in map(self.pipe.components.get, self.networks)]
-        changed += [(vae, "decode", decode)] if latents is not None else []
+            return call
+
+        levels.__signature__ = inspect.signature(kind.set_timesteps)  # type: ignore[attr-defined]  # pipelines look
+        changed = [(one, "forward", watched(one)) for one in map(self.pipe.components.get, self.networks)]
+        vaes = filter(None, map(self.pipe.components.get, VAES[: len(latents)]))
+        changed += [(vae, "decode", noted(vae.decode)) for vae in vaes]
         chooser = "calculate_default_height_width"  # of a size beside the one that was asked for
         if chooser in dir(processor := vars(self.pipe).get("video_processor")):
             changed += [(processor, chooser, lambda **named: (named["height"], named["width"]))]
         before = [(owner, name, vars(owner).get(name)) for owner, name, _ in changed]
         for owner, name, value in changed:
             vars(owner)[name] = value
+        # of the class, so that a copy that the pipeline makes of its scheduler moves by its own place in the levels
+        scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "set_timesteps": levels})
         try:
             yield
         finally:
+            scheduler.__class__ = kind
             for owner, name, value in before:
                 if value is None:
                     del vars(owner)[name]

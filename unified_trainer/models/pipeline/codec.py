@@ -10,6 +10,7 @@ from typing import Any, Self
 import diffusers
 import torch
 import transformers
+from jaxtyping import Float
 from PIL import Image as Picture
 from torch import Tensor, nn
 from transformers import AutoTokenizer
@@ -19,7 +20,7 @@ from unified_trainer.basics.requests import Image, Request
 from unified_trainer.basics.types import DTYPES, Condition, Latents, Video
 from unified_trainer.models.base import Prompt, Shape
 from unified_trainer.models.encoders import EncoderConfig
-from unified_trainer.models.folder import fingerprint, no_progress_bar, read_pretrained, read_tokenizer
+from unified_trainer.models.folder import check_described, fingerprint, no_progress_bar, read_pretrained, read_tokenizer
 from unified_trainer.models.frozen_codec import FrozenCodec
 from unified_trainer.models.frozen_network import FrozenNetwork, channels_last
 from unified_trainer.models.image_tensors import ImageTensors
@@ -37,7 +38,8 @@ from unified_trainer.models.prompt_tensors import stack
 from unified_trainer.parallel.device import rounds_products
 from unified_trainer.parallel.mesh import Mesh
 
-IMAGE_PARTS = ("vae", "image_encoder")  # components that encode no prompts
+SOUND_PARTS = ("audio_vae", "vocoder")
+OTHER_PARTS = ("vae", "image_encoder", *SOUND_PARTS)  # components that encode no prompts
 
 
 class PipelineCodec(FrozenCodec):
@@ -54,7 +56,7 @@ class PipelineCodec(FrozenCodec):
         self.folder, self._device, config = folder, device, config.on(device.type)
         self._known, self._facts = known(folder), known(folder).any()
         parts, self._config = component_classes(folder), config
-        self._names = {name for name in parts if name not in (*NETWORKS, "vae", "scheduler")}
+        self._names = {name for name in parts if name not in (*NETWORKS, "vae", *SOUND_PARTS, "scheduler")}
         networks = {name: kind for name, kind in parts.items() if issubclass(kind, nn.Module) and name not in NETWORKS}
         self._parts = {
             name: FrozenNetwork(partial(self._read, name, kind), device, offload=config.offload, pinned=name == "vae")
@@ -77,6 +79,7 @@ class PipelineCodec(FrozenCodec):
     def _read(self, name: str, kind: Any) -> nn.Module:
         config = self._config
         precision = config.vae_precision if name == "vae" else config.text_precision
+        precision = "fp32" if name in SOUND_PARTS else precision
         network = read_whole(kind, self.folder / name, DTYPES[precision])
         if name != "vae":
             return network
@@ -101,7 +104,7 @@ class PipelineCodec(FrozenCodec):
         return f"{self._facts.pipeline} {self._settings}{self._tiles} {fingerprint(self.folder / 'vae')}"
 
     def latent_shape(self, frames: int, height: int, width: int) -> Shape:
-        return self._known.of_size((frames, height, width)).latents.shape
+        return self._known.of_size((frames, height, width)).shape
 
     # Prompts
 
@@ -148,7 +151,8 @@ class PipelineCodec(FrozenCodec):
         """Raise UserError if this prompt changes an argument that was learned to follow from no prompt."""
         arguments = facts.arguments
         for name in {*given, *arguments.constants} - {
-            *("return_dict", facts.time.name, facts.guidance),
+            "return_dict",
+            *arguments.of_pass,
             *arguments.text,
             *arguments.images,
         }:
@@ -199,13 +203,13 @@ class PipelineCodec(FrozenCodec):
         return (raw.to(self._device) - facts.latents.shift.to(self._device)) / facts.latents.scale.to(self._device)
 
     def raw(self, latents: Latents) -> Latents:
-        facts = self._of(latents)
-        return latents.to(self._device) * facts.latents.scale.to(self._device) + facts.latents.shift.to(self._device)
+        return self._of(latents).latents.raw(latents.to(self._device))
 
     def decode(self, latents: Latents) -> Video:
-        found, raw = self._of(latents).latents, self.raw(latents)
+        facts = self._of(latents)
+        raw = facts.latents.raw(facts.of_video(latents.to(self._device)))
         with self._vae.in_use() as vae:
-            video = torch.cat([decoded(vae, rows, found) for rows in self._slices(raw)])
+            video = torch.cat([decoded(vae, rows, facts.latents) for rows in self._slices(raw)])
         return (video.float() / 2 + 0.5).clamp(0, 1)
 
     def decoder(self) -> Callable[[Latents], Video]:
@@ -220,7 +224,7 @@ class PipelineCodec(FrozenCodec):
         return [self.folder / name for name in sorted(self._names)]
 
     def _text_networks(self) -> list[str]:
-        return [name for name in self._parts if name not in IMAGE_PARTS]
+        return [name for name in self._parts if name not in OTHER_PARTS]
 
     def _free_text(self) -> None:
         for name in self._text_networks():
@@ -265,6 +269,27 @@ class JointCodec(PipelineCodec):
 
     def encode_ahead(self, prompts: Sequence[str], mesh: Mesh) -> str:
         return "text encoder: each prompt is encoded with its image, when it is drawn"
+
+
+class SoundCodec(PipelineCodec):
+    """A `PipelineCodec` that decodes the sound of latents too, by networks in float32."""
+
+    def __init__(self, folder: Path, device: torch.device, config: EncoderConfig) -> None:
+        super().__init__(folder, device, config)
+        for name in SOUND_PARTS:  # whose weights are read when a sound is first decoded
+            check_described(component_classes(folder)[name], folder / name)
+        self.sample_rate = self._known.pipeline.pipe.vocoder.config.output_sampling_rate
+
+    def encode_raw(self, video: Video) -> Latents:
+        raise UserError(f"{self.folder}: these latents hold a sound, which frames alone do not give")
+
+    @torch.no_grad()
+    def sound(self, latents: Latents) -> Float[Tensor, "b channels n"]:
+        sound = self._of(latents).sound
+        assert sound is not None  # as the folder was opened
+        raw = sound.latents.raw(sound.parts(latents.to(self._device)).sound)
+        with self._parts["audio_vae"].in_use() as vae, self._parts["vocoder"].in_use() as vocoder:
+            return vocoder(vae.decode(raw[:, :, 0], return_dict=False)[0])
 
 
 def read_whole(kind: Any, folder: Path, dtype: torch.dtype) -> nn.Module:

@@ -12,15 +12,15 @@ from unified_trainer.models.base import Family, Shape
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.pipeline.blueprint import blueprint
 from unified_trainer.models.pipeline.calls import SIZES
-from unified_trainer.models.pipeline.codec import JointCodec, PipelineCodec
+from unified_trainer.models.pipeline.codec import JointCodec, PipelineCodec, SoundCodec
 from unified_trainer.models.pipeline.known import known
-from unified_trainer.models.pipeline.model import PipelineModel
+from unified_trainer.models.pipeline.model import open_model
 from unified_trainer.models.pipeline.sequence import heads_of
 
 
 def latent_shape(folder: Path, frames: int, height: int, width: int) -> Shape:
     """Return the shape of latents; UserError for a size that the pipeline does not make."""
-    return known(folder).of_size((frames, height, width)).latents.shape
+    return known(folder).of_size((frames, height, width)).shape
 
 
 def images(folder: Path) -> tuple[int, int]:
@@ -38,7 +38,9 @@ def networks(folder: Path) -> tuple[tuple[str, ...], float | None]:
 
 def open_codec(folder: Path, device: torch.device, config: EncoderConfig) -> PipelineCodec:
     """Open text encoders and VAE."""
-    return (JointCodec if known(folder).any().arguments.joint else PipelineCodec).load(folder, device, config)
+    facts = known(folder).any()
+    kind = SoundCodec if facts.sound else JointCodec if facts.arguments.joint else PipelineCodec
+    return kind.load(folder, device, config)
 
 
 def attention_heads(folder: Path) -> int:
@@ -55,7 +57,7 @@ def guidance(folder: Path, scale: float, config: EncoderConfig) -> Mapping[str, 
     if facts.guidance:  # the scale of the call is the one in the network
         del given["guidance_scale"]
         given |= {} if config.embedded_guidance is None else {"guidance_scale": config.embedded_guidance}
-    return given | ({own: scale - facts.rule.more} if own in given else {})
+    return given | {name: scale - facts.rule.more for name in (own, f"audio_{own}") if name in given}
 
 
 def general_recipe(folder: Path) -> tuple[str, Mapping[str, int]]:
@@ -77,7 +79,7 @@ def pipeline_family(name: str) -> Family:
     has_guider = "guider" in inspect.signature(kind.__init__).parameters
     return Family(
         pipelines=(name,),
-        model=PipelineModel.open,
+        model=open_model,
         # a codec of each class: roles of two classes read no conditions of each other
         codec=lambda folder, device, config: open_codec(folder, device, config),
         latent_channels=lambda folder: known(folder).any().latents.shape[0],
@@ -86,6 +88,7 @@ def pipeline_family(name: str) -> Family:
         attention_heads=attention_heads,
         networks=networks,
         images=images,
+        sound=lambda folder: known(folder).any().sound is not None,
         latents_hold_image=lambda folder: known(folder).any().latents_hold_image,
         guider="guider/guider_config.json" if has_guider else "",
         fps=None if rate is None else float(rate.default),

@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 from unified_trainer.basics.types import Latents, PerFrame, PerSample
 from unified_trainer.models.pipeline.calls import SHORT, CallRecord, Pipeline
 from unified_trainer.models.pipeline.latents import FoundLatents
-from unified_trainer.models.pipeline.values import Place, Size, part, same, stacked
+from unified_trainer.models.pipeline.values import Place, Size, made_of, part, same, stacked
 from unified_trainer.numerics.flow import guide
 
 SCALE = 3.0
@@ -73,12 +73,14 @@ def rule_of(
     guider = pipeline.pipe.components.get("guider")
     seen = _guided(pipeline, size, image)
     each = len(seen.inputs) // len(seen.steps)  # calls of the network in a step
-    made = [part(stacked(x), output).double() * sign for x in seen.outputs[:each]]
+    made = [part(stacked(made_of(x)), output).double() * sign for x in seen.outputs[:each]]
     given = latents.of_given(stacked(seen.steps[0][0]).double())
     passes = [latents.ours(x.reshape(1, *latents.native)) for each_call in made for x in each_call]
     if len(passes) == 1:
         return Rule("plain")  # it has no guidance by two passes
-    rules = [Rule("plain"), Rule("plain", more=1.0), Rule("norm"), Rule("norm", more=1.0)]
+    rules = [Rule("plain"), Rule("plain", more=1.0)]
+    if not seen.sound_steps:  # which has no rows among those of the video
+        rules += [Rule("norm"), Rule("norm", more=1.0)]
     if isinstance(guider, AdaptiveProjectedGuidance):
         config = dict(guider.config)
         known = STEADY.items() <= config.items()
@@ -100,9 +102,8 @@ def _guided(pipeline: Pipeline, size: Size, image: Picture.Image) -> CallRecord:
     guider = pipeline.pipe.components.get("guider")
     if guider is not None:
         pipeline.pipe.guider = guider.new(guidance_scale=SCALE)
-    scale = next((name for name in ("true_cfg_scale", "guidance_scale") if name in pipeline.names), None)
-    if scale:
-        options[scale] = SCALE
+    scale = next((name for name in ("true_cfg_scale", "guidance_scale") if name in pipeline.names), "")
+    options |= {name: SCALE for name in (scale, f"audio_{scale}") if name in pipeline.names}
     try:
         return pipeline.call([SHORT], size, image, **options)
     finally:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from pathlib import Path
 
 import torch
@@ -78,7 +79,7 @@ class Known:
         if self._facts:
             return next(iter(self._facts.values()))
         errors = list[ProbeError]()
-        for frames, side in itertools.product(FRAMES if self.pipeline.makes_videos else (1,), SIDES):
+        for side, frames in itertools.product(SIDES, FRAMES if self.pipeline.makes_videos else (1,)):
             try:
                 return self._at((frames, side, side))
             except ProbeError as error:
@@ -88,11 +89,21 @@ class Known:
     def of_shape(self, shape: Shape) -> Facts:
         """Return the facts of latents [c, t, h, w]."""
         for facts in self._facts.values():
-            if facts.latents.shape == shape:
+            if facts.shape == shape:
                 return facts
-        like = self.any()
-        time = (like.size[0] - 1) // max(1, like.latents.shape[1] - 1)
-        return self.of_size((1 + (shape[1] - 1) * time, shape[2] * like.pixels, shape[3] * like.pixels))
+        like, about = self.any(), self.video_frames(shape)
+        for frames in sorted(range(1, shape[1] + 1), key=lambda frames: abs(frames - about)):
+            facts = self.of_size((like.frames_of(frames), shape[2] * like.pixels, shape[3] * like.pixels))
+            if facts.shape == shape or not facts.sound:
+                return facts
+        raise self.pipeline.refuse(f"makes no video with a sound of latents {[*shape]}")
+
+    def video_frames(self, shape: Shape) -> int:
+        """Return about how many latent frames of [c, t, h, w] are the video's: a frame's sound has one size."""
+        like, (channels, total, height, width) = self.any(), shape
+        rate = math.prod(like.sound.latents.shape) / like.size[0] / (channels * height * width) if like.sound else 0.0
+        fitting = (count for count in range(total, 1, -1) if count + math.ceil(rate * like.frames_of(count)) <= total)
+        return next(fitting, 1)
 
 
 def _near(size: Size) -> list[Size]:

@@ -7,11 +7,11 @@ from typing import Any, Self
 
 import torch
 from PIL import Image as Picture
-from torch import Tensor
+from torch import Tensor, nn
 
 from unified_trainer.basics.types import Latents
 from unified_trainer.models.base import Shape
-from unified_trainer.models.pipeline.calls import SHORT, Pipeline
+from unified_trainer.models.pipeline.calls import SHORT, VAES, CallRecord, Pipeline
 from unified_trainer.models.pipeline.values import Place, Size, part, same, stacked
 
 DIGIT = 1024  # indices pass through a pipeline as two digits, which float32 holds exactly
@@ -38,19 +38,34 @@ class FoundLatents:
     decode: Mapping[str, Any]  # further arguments of its decode
 
     @classmethod
-    def of(cls, pipeline: Pipeline, size: Size, image: Picture.Image, sample: Tensor) -> Self:
-        """Return what shows where each solver step returns zeros, ones and the two digits of indices as `sample`."""
-        index = torch.arange(sample.numel()).reshape(sample.shape)
-        inputs, decoded, decode = list[dict[str, Any]](), list[Tensor](), dict[str, Any]()
-        for numbers in (torch.zeros_like(index), torch.ones_like(index), index % DIGIT, index // DIGIT):
-            seen = pipeline.call([SHORT], size, image, latents=numbers.to(sample))
-            if seen.decoded is None:
+    def of(cls, pipeline: Pipeline, size: Size, image: Picture.Image, *samples: Tensor) -> list[Self]:
+        """Return what shows where solver steps return zeros, ones and the two digits of indices as each of `samples`.
+
+        The samples are the latents of the video, and those of its sound if the pipeline makes one.
+        """
+        indices = [torch.arange(sample.numel()).reshape(sample.shape) for sample in samples]
+        calls = list[CallRecord]()
+        for digit in (torch.zeros_like, torch.ones_like, lambda index: index % DIGIT, lambda index: index // DIGIT):
+            numbers = [digit(index).to(sample) for index, sample in zip(indices, samples, strict=True)]
+            calls.append(pipeline.call([SHORT], size, image, latents=numbers))
+            if len(calls[-1].decoded) < len(samples):
                 raise pipeline.refuse("decodes its latents by something else than the decode of its VAE")
-            raw, words = _decoded(pipeline, size, *seen.decoded)
-            inputs.append(seen.inputs[-1])
-            decoded.append(raw[:, :, None] if (flat := raw.dim() == 4) else raw)
-            decode = decode or words
-        name, given = _argument(pipeline, inputs, sample)
+            if len(calls) == 1:
+                _check_size(pipeline, size, calls[0])
+        found = list[Self]()
+        for sample in samples:
+            found.append(cls._of(pipeline, calls, sample, found))
+        return found
+
+    @classmethod
+    def _of(cls, pipeline: Pipeline, calls: list[CallRecord], sample: Tensor, others: list[Self]) -> Self:
+        """Return what the four calls show of a sample, whose argument is not that of the others."""
+        place = len(others)
+        decode = _words(pipeline.pipe.components[VAES[place]], *calls[0].decoded[place])
+        decoded = [call.decoded[place][0].double() for call in calls]
+        if flat := decoded[0].dim() == 4:
+            decoded = [raw[:, :, None] for raw in decoded]
+        name, given = _argument(pipeline, [call.inputs[-1] for call in calls], sample, {one.name for one in others})
         moved = given[1] - given[0] == 1
         channels = _channels(pipeline, name, moved)
         if channels:
@@ -63,10 +78,10 @@ class FoundLatents:
         return cls(
             name=name,
             native=tuple(moved.shape[1:]),
-            listed=not isinstance(inputs[0][name], Tensor),
+            listed=not isinstance(calls[0].inputs[-1][name], Tensor),
             channels=channels,
             known=known,
-            known_encoded=known > 0 and any(x.shape == first.shape and same(x, first) for x in seen.encoded),
+            known_encoded=known > 0 and any(x.shape == first.shape and same(x, first) for x in calls[-1].encoded),
             stepped=stepped,
             shape=(order.shape[0], order.shape[1], order.shape[2], order.shape[3]),
             order=None if in_order else order.flatten(),
@@ -100,6 +115,10 @@ class FoundLatents:
         x = ours if self.inverse is None else ours.flatten(1)[:, self.inverse]
         return x.reshape(-1, *self.native)
 
+    def raw(self, ours: Latents) -> Latents:
+        """Return our latents in the units of the VAE."""
+        return ours * self.scale.to(ours.device) + self.shift.to(ours.device)
+
     def apart(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the network's arguments with BEHIND and KNOWN, the parts of the latents' one, in place of it."""
         others = {name: value for name, value in inputs.items() if name != self.name}
@@ -110,26 +129,29 @@ class FoundLatents:
         return others
 
 
-def _decoded(
-    pipeline: Pipeline, size: Size, z: Tensor, inputs: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[Tensor, dict[str, Any]]:
-    """Return what the VAE is given: latents and other arguments; ProbeError if it makes another size."""
-    decode = pipeline.pipe.components["vae"].decode
-    made = stacked(decode(z, *inputs, **named | {"return_dict": False})[0])
+def _check_size(pipeline: Pipeline, size: Size, seen: CallRecord) -> None:
+    """Raise ProbeError if the VAE makes another size."""
+    z, inputs, named = seen.decoded[0]
+    made = stacked(pipeline.pipe.components["vae"].decode(z, *inputs, **named | {"return_dict": False})[0])
     if (own := (made.shape[2] if made.dim() == 5 else 1, *made.shape[-2:])) != size:
         flags = zip(("frames", "height", "width"), own, size, strict=True)
         given = ", ".join(f"video.{name} {right} in place of {wrong}" for name, right, wrong in flags if right != wrong)
         raise pipeline.refuse(f"makes no videos of this size; it takes {given}")
-    signature = inspect.signature(decode)
+
+
+def _words(vae: nn.Module, z: Tensor, inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a VAE's decode beside the latents."""
+    signature = inspect.signature(vae.decode)
     words = list(signature.parameters)[1:]
     bound = signature.bind(z, *inputs, **named).arguments
-    further = {name: bound[name] for name in words if name in bound and name not in ("return_dict", "generator")}
-    return z.double(), further
+    return {name: bound[name] for name in words if name in bound and name not in ("return_dict", "generator")}
 
 
-def _argument(pipeline: Pipeline, inputs: list[dict[str, Any]], sample: Tensor) -> tuple[str, Tensor]:
+def _argument(pipeline: Pipeline, inputs: list[dict[str, Any]], sample: Tensor, others: set[str]) -> tuple[str, Tensor]:
     """Return the name and the four values of the argument in which the numbers of the solver steps are."""
     for name, value in inputs[0].items():
+        if name in others:
+            continue
         parts = value if isinstance(value, (list, tuple)) else [value]
         if all(isinstance(x, Tensor) and x.is_floating_point() and x.shape == parts[0].shape for x in parts) and parts:
             given = torch.stack([stacked(held[name]) for held in inputs])

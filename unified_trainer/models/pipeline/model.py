@@ -25,9 +25,12 @@ from unified_trainer.models.pipeline.known import FOLDERS, Known, known
 from unified_trainer.models.pipeline.latents import BEHIND, KNOWN
 from unified_trainer.models.pipeline.opening import component_class
 from unified_trainer.models.pipeline.sequence import SharedTokens
+from unified_trainer.models.pipeline.sound import Parts
 from unified_trainer.models.pipeline.tokens import blocks_of
 from unified_trainer.models.pipeline.values import made_of, nested, on_device, part, stacked
 from unified_trainer.parallel.mesh import Mesh
+
+SMALLEST = 1e-6  # noise level by which the known part of the latents of a sound is divided at least
 
 
 class PipelineModel(DiffusersModel):
@@ -75,11 +78,19 @@ class PipelineModel(DiffusersModel):
         return (self._here or self._known.any()).tokens.of(tokens)
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
-        """Predict the velocity by the call that was learned; times are slope w + offset, w = sigma without `warp`."""
         facts, count = self._at(x_t), len(x_t)
-        given, latents, self._here = facts.arguments, facts.latents, facts
-        if given.counted is not None and count > 1:  # a padded prompt would be another one
+        if facts.arguments.counted is not None and count > 1:  # a padded prompt would be another one
             return torch.cat([self.velocity(x_t[i : i + 1], sigma[i : i + 1], cond.take([i])) for i in range(count)])
+        return self._pass(facts, x_t, sigma, cond, {})[0]
+
+    def _pass(
+        self, facts: Facts, x_t: Latents, sigma: PerSample, cond: Condition, others: dict[str, Tensor]
+    ) -> tuple[Latents, Any]:
+        """Make the call that was learned, with other inputs beside; return the velocity and all that the network makes.
+
+        Times are slope w + offset, w = sigma without `warp`.
+        """
+        given, latents, self._here, count = facts.arguments, facts.latents, facts, len(x_t)
         inputs = {name: _repeated(value, count, name in given.replicated) for name, value in given.constants.items()}
         inputs |= {name: cond[name] for name in given.images}
         for name, argument in given.text.items():
@@ -94,13 +105,15 @@ class PipelineModel(DiffusersModel):
         x = latents.packed(torch.cat([inputs.pop(KNOWN), x[:, :, latents.known :]], 2) if latents.known else x)
         x = torch.cat([x, inputs.pop(BEHIND)], latents.channels[0]) if latents.channels else x
         inputs[latents.name] = list(x) if latents.listed else x
-        inputs[facts.time.name] = facts.time.at(sigma.float().to(x.device, non_blocking=True))
+        level = sigma.float().to(x.device, non_blocking=True)
+        inputs |= {time.name: time.at(level) for time in facts.times}
         if facts.guidance:
             inputs[facts.guidance] = cond[facts.guidance]
         if "return_dict" in self._takes:
             inputs["return_dict"] = False
-        v = latents.ours(part(stacked(made_of(self.network(**nested(inputs)))), facts.output).float() * facts.sign)
-        return to_first_frames(v, x_t, sigma, cond[KNOWN]) if latents.known else v
+        output = self.network(**nested(inputs | others))
+        v = latents.ours(part(stacked(made_of(output)), facts.output).float() * facts.sign)
+        return to_first_frames(v, x_t, sigma, cond[KNOWN]) if latents.known else v, output
 
     def save(self, folder: Path, component: str, dtype: torch.dtype) -> None:
         super().save(folder, component, dtype)
@@ -150,9 +163,33 @@ class PipelineModel(DiffusersModel):
         }
         if facts.guidance:
             tensors[facts.guidance] = torch.ones(samples)
-        x_t = torch.randn(samples, *facts.latents.shape, generator=draw)
+        x_t = torch.randn(samples, *facts.shape, generator=draw)
         cond = Condition(tensors).map(lambda x: x.to(device))
         return x_t.to(device), torch.full((samples,), 0.5, device=device), cond
+
+
+class SoundModel(PipelineModel):
+    """A `PipelineModel` that denoises a sound with its video, at the same noise level."""
+
+    def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
+        facts = self._at(x_t)
+        sound = facts.sound
+        assert sound is not None  # as the folder was opened
+        parts, found = sound.parts(x_t.float()), sound.latents
+        v, output = self._pass(facts, parts.video, sigma, cond, {found.name: found.packed(parts.sound)})
+        of_sound = found.ours(part(stacked(made_of(output, 1)), sound.output).float() * sound.sign)
+        known = parts.rest / sigma.float().to(x_t.device, non_blocking=True).clamp_min(SMALLEST)[:, None]
+        return sound.joined(Parts(v, of_sound, known))
+
+
+def model_kind(facts: Known) -> type[PipelineModel]:
+    """Return the class of the networks of a folder."""
+    return SoundModel if facts.any().sound else PipelineModel
+
+
+def open_model(folder: Path, component: str) -> PipelineModel:
+    """Open a component of a pipeline folder in float32, without weights."""
+    return model_kind(known(folder)).open(folder, component)
 
 
 def _repeated(value: Any, count: int, replicated: bool) -> Any:
@@ -164,7 +201,8 @@ def _repeated(value: Any, count: int, replicated: bool) -> Any:
 def _attention_layers(network: nn.Module, blocks: Sequence[nn.Module]) -> tuple[str, ...]:
     """Return the linear layers of the blocks' attention, by the ends of their names, or whole where others have these.
 
-    FLUX.2's `attn.to_out` is a layer in some blocks, and a list of layers in others.
+    FLUX.2's `attn.to_out` is a layer in some blocks, and a list of layers in others. LTX-2.3's gates, of one number a
+    head, are left out.
     """
     names = {layer: name for name, layer in network.named_modules()}
     others = {f".{name}" for layer, name in names.items() if not isinstance(layer, nn.Linear)}
@@ -172,7 +210,7 @@ def _attention_layers(network: nn.Module, blocks: Sequence[nn.Module]) -> tuple[
     for block in blocks:
         for name, layer in block.named_modules():
             place = max(name.rfind(f"{part}.") for part in ("attn", "attn1", "attn2", "attention", "self_attention"))
-            if isinstance(layer, nn.Linear) and place >= 0:
+            if isinstance(layer, nn.Linear) and place >= 0 and not name.endswith("to_gate_logits"):
                 end = name[place:].partition(".")[2]
                 found[names[layer] if any(other.endswith(f".{end}") for other in others) else end] = None
     return tuple(found)

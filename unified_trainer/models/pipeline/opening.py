@@ -38,7 +38,7 @@ def open_pipeline(folder: Path) -> Pipeline:
         if name == "scheduler":
             parts[name] = flow_scheduler(folder / name)
         elif issubclass(part, nn.Module):
-            parts[name] = memory.prepare(outline(part, folder / name, buffers=name == "vae"))
+            parts[name] = memory.prepare(outline(part, folder / name, buffers=name.endswith("vae")))
         else:
             parts[name] = read_part(part, folder / name)
     networks = [name for name in NETWORKS if isinstance(parts.get(name), nn.Module)]

@@ -1,6 +1,7 @@
 """Facts of a pipeline: `learn` calls it a few times with networks without memory, and compares what passed."""
 
 import math
+from typing import Any
 
 import torch
 from PIL import Image as Picture
@@ -11,8 +12,9 @@ from unified_trainer.models.pipeline.calls import SHORT, STEPS, CallRecord, Pipe
 from unified_trainer.models.pipeline.facts import Facts, FoundTime
 from unified_trainer.models.pipeline.guidance import rule_of
 from unified_trainer.models.pipeline.latents import FoundLatents
+from unified_trainer.models.pipeline.sound import FoundSound
 from unified_trainer.models.pipeline.tokens import noted_block, tokens_of
-from unified_trainer.models.pipeline.values import Place, Size, part, rows_of, same, stacked, wider
+from unified_trainer.models.pipeline.values import Place, Size, made_of, part, rows_of, same, stacked, wider
 
 COLORS = (200, 30, 30), (30, 90, 200)
 
@@ -25,16 +27,23 @@ def learn(pipeline: Pipeline, size: Size) -> Facts:
     with noted_block(pipeline) as block:
         one = _off(pipeline, size, image)
     guidance, factor = _guidance(pipeline, size, image, one)
-    latents = FoundLatents.of(pipeline, size, image, one.steps[0][1])
-    time = _time(pipeline, one, latents.name)
-    sign, output = _output(pipeline, one, latents)
-    _check_euler(pipeline, one)
-    arguments = FoundArguments.of(pipeline, size, (image, other_image), one, latents, {time.name, guidance})
+    moved = [steps for steps in (one.steps, one.sound_steps) if steps]
+    latents, *sounds = FoundLatents.of(pipeline, size, image, *(steps[0][1] for steps in moved))
+    times = _times(pipeline, one, latents.name)
+    (sign, output), *of_sounds = [
+        _output(pipeline, made_of(one.outputs[0], place), stacked(moved[place][0][0]), found)
+        for place, found in enumerate((latents, *sounds))
+    ]
+    for steps in moved:
+        _check_euler(pipeline, one.sigmas.double().tolist(), steps)
+    known = {*(time.name for time in times), guidance, *(sound.name for sound in sounds)}
+    arguments = FoundArguments.of(pipeline, size, (image, other_image), one, latents, known)
     return Facts(
         pipeline=type(pipeline.pipe).__name__,
         size=size,
         latents=latents,
-        time=time,
+        sound=FoundSound(sounds[0], *of_sounds[0], latents.shape) if sounds else None,
+        times=times,
         sign=sign,
         output=output,
         arguments=arguments,
@@ -76,11 +85,13 @@ def _guidance(pipeline: Pipeline, size: Size, image: Picture.Image, one: CallRec
 
 def _is_single(seen: CallRecord) -> bool:
     """Whether the network was called once in each step, on the samples alone."""
-    return len(seen.inputs) == len(seen.steps) == STEPS and len(stacked(seen.outputs[0])) == len(seen.steps[0][1])
+    once = len(seen.inputs) == len(seen.steps) == STEPS and len(seen.sound_steps) in (0, STEPS)
+    return once and len(stacked(made_of(seen.outputs[0]))) == len(seen.steps[0][1])
 
 
-def _time(pipeline: Pipeline, seen: CallRecord, latents: str) -> FoundTime:
-    sigmas = seen.sigmas[:STEPS].double().cpu()
+def _times(pipeline: Pipeline, seen: CallRecord, latents: str) -> tuple[FoundTime, ...]:
+    """Return all arguments that follow the noise level."""
+    sigmas, found = seen.sigmas[:STEPS].double().cpu(), list[FoundTime]()
     for name, value in seen.inputs[0].items():
         of_sample = isinstance(value, Tensor) and value.dtype != torch.bool and rows_of(value) in (1, None)
         if name == latents or not of_sample:
@@ -92,8 +103,10 @@ def _time(pipeline: Pipeline, seen: CallRecord, latents: str) -> FoundTime:
             line = _line(sigmas, times[:, 0])
             if line is not None:
                 held = torch.where(fixed, each[0], torch.nan).float().reshape(value.shape[1:])
-                return FoundTime(name, *line, tuple(value.shape[1:]), held if bool(fixed.any()) else None)
-    raise pipeline.refuse(f"gives its network no argument that follows the noise levels {sigmas.tolist()}")
+                found.append(FoundTime(name, *line, tuple(value.shape[1:]), held if bool(fixed.any()) else None))
+    if not found:
+        raise pipeline.refuse(f"gives its network no argument that follows the noise levels {sigmas.tolist()}")
+    return tuple(found)
 
 
 def _line(sigmas: Tensor, times: Tensor) -> tuple[float, float, float] | None:
@@ -110,9 +123,8 @@ def _line(sigmas: Tensor, times: Tensor) -> tuple[float, float, float] | None:
     return None
 
 
-def _output(pipeline: Pipeline, seen: CallRecord, latents: FoundLatents) -> tuple[float, Place | None]:
-    made, velocity = stacked(seen.outputs[0]), stacked(seen.steps[0][0])
-    given = latents.of_given(velocity)
+def _output(pipeline: Pipeline, output: Any, velocity: Tensor, latents: FoundLatents) -> tuple[float, Place | None]:
+    made, given = stacked(output), latents.of_given(velocity)
     wide = wider(made, torch.empty(1, *latents.native))
     for place in (None, *wide, *((dim, -count) for dim, count in wide)):
         native = part(made, place)
@@ -124,10 +136,9 @@ def _output(pipeline: Pipeline, seen: CallRecord, latents: FoundLatents) -> tupl
     )
 
 
-def _check_euler(pipeline: Pipeline, seen: CallRecord) -> None:
+def _check_euler(pipeline: Pipeline, sigmas: list[float], steps: list[tuple[Any, Tensor, Tensor]]) -> None:
     """Raise ProbeError unless every solver step is Euler's, x + (next sigma - sigma) velocity."""
-    sigmas = seen.sigmas.double().tolist()
-    for (velocity, x, moved), sigma, following in zip(seen.steps, sigmas, sigmas[1:], strict=False):
+    for (velocity, x, moved), sigma, following in zip(steps, sigmas, sigmas[1:], strict=False):
         change = (following - sigma) * stacked(velocity).double().reshape(x.shape)
         if not same(x.double() + change, moved):
             raise pipeline.refuse("does not follow the probability flow by Euler steps")

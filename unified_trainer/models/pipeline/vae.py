@@ -1,7 +1,7 @@
 """The VAE of a pipeline: tiles of one size for all classes, and what classes of diffusers leave to be fixed."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -41,6 +41,7 @@ def fix(vae: Any) -> None:
 
 def decoded(vae: Any, raw: Latents, found: FoundLatents) -> Video:
     """Return the videos in [-1, 1] of latents in the VAE's own units, with the pipeline's arguments of its decode."""
+    _check_reflection(vae, raw.shape[3:])
     raw = (raw[:, :, 0] if found.flat else raw).to(vae.dtype)
     words = {
         name: value.to(raw).expand(len(raw), *value.shape[1:]) if isinstance(value, Tensor) else value
@@ -49,6 +50,19 @@ def decoded(vae: Any, raw: Latents, found: FoundLatents) -> Video:
     with same_noise(vae.config, raw.device):
         video = vae.decode(raw, return_dict=False, **words)[0]
     return video[:, :, None] if found.flat else video
+
+
+def _check_reflection(vae: Any, sides: Sequence[int]) -> None:
+    """Raise UserError if a decoder that pads by reflection is given a last tile of one latent a side."""
+    if vae.config.get("decoder_spatial_padding_mode") != "reflect" or not vae.use_tiling:
+        return
+    space, tile = vae.spatial_compression_ratio, vae.tile_sample_min_height
+    for side in (space * latents for latents in sides):
+        if max(sides) * space > tile and side % vae.tile_sample_stride_height == space:
+            raise UserError(
+                f"the VAE cannot pad {space} pixels by their reflection, the last of {side}: set another "
+                f"encoders.vae_tile than {tile}, or 0"
+            )
 
 
 def causal_mask(frames: int, pixels: int, dtype: torch.dtype, device: torch.device, batch_size: int) -> Tensor:

@@ -48,11 +48,11 @@ def stacked(value: Any) -> Tensor:
     return torch.stack(list(value)) if isinstance(value, (list, tuple)) else value
 
 
-def made_of(output: Any) -> Any:
-    """Return what a network makes: its output, the first of several, or the `sample` of an object."""
+def made_of(output: Any, place: int = 0) -> Any:
+    """Return what a network makes: its output, that at a place of several, or the `sample` of an object."""
     if isinstance(output, (Tensor, list)):
         return output
-    return output[0] if isinstance(output, tuple) else output.sample
+    return output[place] if isinstance(output, tuple) else output.sample
 
 
 def on_device(value: Any, device: torch.device) -> Any:

@@ -99,7 +99,7 @@ def read_clips(run: RunConfig, family: Family, folder: Path, shapes: Sequence[Sh
         raise UserError(f"--data.rejected {run.data.rejected}: {run.method} reads no pairs with these settings")
     if run.trains_on == "prompts":
         return Clips()
-    check_sound(run, family)
+    check_sound(run, family, folder)
     if run.trains_on == "clips" and run.data.path == "tiny":
         check_tiny_clips(run.video)
         return Clips()
@@ -129,9 +129,9 @@ def check_video(run: RunConfig, family: Family) -> None:
     run.encoders.check_tile(family.tile_unit)
 
 
-def check_sound(run: RunConfig, family: Family) -> None:
+def check_sound(run: RunConfig, family: Family, folder: Path) -> None:
     """Raise ConfigError for a run on clips whose student makes a sound too: that of a clip is not read."""
-    if run.trains_on == "clips" and family.sound:
+    if run.trains_on == "clips" and family.sound(folder):
         raise ConfigError(
             f"--method {run.method} learns from clips, whose sound is not read, but the student's latents hold one: "
             "take a method that learns from prompts"

@@ -133,7 +133,7 @@ def needs(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0, bucket
     check_buffer(run, batch_of(run), data_ranks)
     run = replace(run, encoders=run.encoders.on(CARD_KIND if run.device == "auto" else run.device))
     models = _models(run, sequence)
-    check_sound(run, models["student"].family)
+    check_sound(run, models["student"].family, models["student"].folder)
     check_video(run, models["student"].family)
     size_of = models["student"].latent_shape
     frames, shown_frames = checked_shape(run, size_of, bucket)[1], checked_shape(run.validated(), size_of)[1]

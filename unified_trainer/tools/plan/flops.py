@@ -108,7 +108,7 @@ def _counted_decode_flops(kind: Any, vae: Config, *, frames: int, height: int, w
         network = kind.vae_class.from_config(json.loads(vae)).eval()
         latents = torch.zeros(1, kind.vae_channels(network), frames, height, width)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        kind.decoded(network, kind.of_video(latents))
+        kind.decoded(network, latents)
     return float(counter.get_total_flops())
 
 

@@ -203,5 +203,5 @@ def _decoded(kind: Any, vae: Config, latent: Shape, *, half: bool, gradient: boo
     with where:
         x = torch.zeros(1, *latent, dtype=dtype, requires_grad=gradient)
         with live, nullcontext() if gradient else torch.no_grad():
-            (kind.decoded(network, kind.of_video(x)).float() / 2 + 0.5).clamp(0, 1)
+            (kind.decoded(network, x).float() / 2 + 0.5).clamp(0, 1)
     return live.peak

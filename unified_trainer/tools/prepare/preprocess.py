@@ -123,7 +123,7 @@ def preprocess(
     check_video(run, family)
     run.encoders.check(mesh.device.type)
     if pairs:
-        check_sound(run, family)
+        check_sound(run, family, folder)
         codec = family.codec(folder, mesh.device, run.encoders)
         write_pairs(source, pairs, least_difference, out, codec, rows_per_file)
         return
