@@ -49,7 +49,7 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def now(self) -> Bytes:
-        """What is there."""
+        """The bytes that are there now."""
         return Bytes(self._fixed, self._each)
 
     def peak(self, samples: int = 1) -> int:
