@@ -67,7 +67,7 @@ def measure(flags: Sequence[str], step: int = 2, *, memory: bool = True) -> Meas
     held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     built.close()
     found = Counter((one.role, one.gradient, one.samples) for one in passes)
-    return Measured(found, meter.flops, meter.tokens, sum(held.values()) + live.peak)
+    return Measured(found, meter.flops, meter.tokens, sum(held.values()) + live.peak())
 
 
 def predicted(flags: Sequence[str], step: int = 2) -> tuple[Estimate, Counter[tuple[str, bool, int]]]:

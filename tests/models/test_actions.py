@@ -8,9 +8,8 @@ from test_wan_causal import assert_equal_to_rounding, cached, causal, condition,
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Condition
 from unified_trainer.models.base import ActionForm
-from unified_trainer.models.wan.actions import by_latent_frame
+from unified_trainer.models.wan.actions import by_latent_frame, with_actions
 from unified_trainer.models.wan.causal import CausalWanModel
-from unified_trainer.models.wan.family import ACTING
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.numerics.chunks import ChunkConfig
 
@@ -23,7 +22,7 @@ CASES = [
 
 
 def acting(kind=CausalWanModel, *, zero: bool = False):
-    model = ACTING[kind](network(), None, FORM)
+    model = with_actions(kind)(network(), None, FORM)
     if not zero:
         for weight in model._layer.parameters():
             weight.data = torch.randn(weight.shape, generator=torch.Generator().manual_seed(6))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from diffusers.utils import dynamic_modules_utils
 from forked import program
 from helpers import (
     ALONE,
+    REPO,
     SMALL,
     assert_one_training,
     assert_same,
@@ -30,15 +32,20 @@ from unified_trainer.data.prompts import read_prompts
 from unified_trainer.data.video_files import write_mp4
 from unified_trainer.models.base import ActionForm
 from unified_trainer.models.encoders import EncoderConfig
-from unified_trainer.models.wan.family import ACTING, WAN
+from unified_trainer.models.wan.actions import with_actions
+from unified_trainer.models.wan.family import WAN
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.run.plan.plan import check
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.tools.export.adapters import extract_adapter
 from unified_trainer.tools.export.export import export
 from unified_trainer.tools.load_run import load_folder, load_role
+from unified_trainer.tools.plan.estimate import estimate
 from unified_trainer.tools.sample.latents import Stream
 from unified_trainer.tools.sample.sample import pieces, read_lines, videos
+
+sys.path.insert(0, str(REPO / "scripts"))
+import bench_plan
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +71,7 @@ def acts(frames: int, seed: int = 0) -> list[list[float]]:
 def model(tmp_path_factory):
     """A folder of a small network that takes actions, with a layer that is not zero."""
     folder = small_pipeline(tmp_path_factory.mktemp("acting") / "model")
-    acting = ACTING[WanModel](small_model().network, None, ActionForm(SIZE, 4))
+    acting = with_actions(WanModel)(small_model().network, None, ActionForm(SIZE, 4))
     for weight in acting._layer.parameters():
         weight.data = 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
     acting.network.save_pretrained(folder / "transformer")
@@ -178,7 +185,28 @@ def test_finetune_gives_a_plain_network_actions_from_videos_and_from_encoded_cli
     assert layer and all(raw[key].any() for key in layer)
     torch.testing.assert_close(stored[layer[0]], raw[layer[0]], rtol=0, atol=1e-4)
     assert main(["export", str(tmp_path / "raw"), str(tmp_path / "out")]) == 0
-    assert WAN.action_size(tmp_path / "out") == SIZE and WAN.action_size(plain) == 0
+    assert WAN.actions(tmp_path / "out", 0) == ActionForm(SIZE, 4) and WAN.actions(plain, 0) is None
+    one_frame = load_role(str(tmp_path / "raw"), "student", None, ALONE, causal=False, flags=["--video.frames", "1"])
+    assert one_frame.actions == ActionForm(SIZE, 4)
+
+
+def test_plan_counts_the_layer_of_actions(model, table, tmp_path):
+    """Calls and FLOPs are those of a real step; the layer is trained beside an adapter where the folder lacks it."""
+    words = words_of("dmd2", model, prompts=table(5)) + flags(OF_EACH["dmd2"])
+    real, (planned, passes) = bench_plan.measure(words, 1, memory=False), bench_plan.predicted(words, 1)
+    assert passes == real.passes and planned.model_flops == pytest.approx(real.flops, rel=1e-9)
+    plain, adapter = small_pipeline(tmp_path / "plain"), ["--student.adapter.rank", "2"]
+    new = ["--student.path", str(plain), "--student.action-size", str(SIZE)]
+    finetune = words_of("finetune", model)
+    held, given, none = (
+        estimate(parse([*finetune, *adapter, *more]), 1) for more in ([], new, ["--student.path", str(plain)])
+    )
+    layer = small_model().feature_size * (4 * SIZE + 1)
+    assert held.parameters["student"] == given.parameters["student"] == none.parameters["student"] + layer
+    assert given.memory.always["moments"] == held.memory.always["moments"] + 8 * layer
+    assert held.memory.always["moments"] == none.memory.always["moments"]
+    with pytest.raises(UserError, match="actions of different sizes"):
+        estimate(parse([*words_of("dmd2", model), *new, "--teacher.path", str(plain)]), 1)
 
 
 def test_a_stream_and_an_export_make_the_videos_of_sample(model, table, tmp_path, monkeypatch):

@@ -334,7 +334,7 @@ class Family:
     sparse: Callable[[Path, str, SparseAttentionConfig, bool], SparseVideoModel] | None = None
     # (folder, component) -> as `model`, a flow map; None: the family has none
     flow_map: Callable[[Path, str], VideoModel] | None = None
-    # folder -> the numbers in the action of a pixel frame that its networks take; 0: none
-    action_size: Callable[[Path], int] = lambda folder: 0
+    # (folder, size) -> the actions that its networks take, by a new layer if a size is given; None: none
+    actions: Callable[[Path, int], ActionForm | None] = lambda folder, size: None
     # (folder, component, causal, size) -> a network that takes actions of this size from now on; None: none can
     acting: Callable[[Path, str, bool, int], VideoModel] | None = None

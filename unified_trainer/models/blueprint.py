@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unified_trainer.basics.input_files import read_json
-from unified_trainer.models.base import VideoModel
+from unified_trainer.models.base import ActionForm, VideoModel
 from unified_trainer.models.diffusers_codec import DiffusersCodec
 
 Config = str  # a config as JSON, which can be the key of a cache
@@ -57,6 +57,8 @@ class Blueprint:
     text_shapes: Mapping[str, tuple[int, ...]]  # the largest shapes of the tensors of a prompt
     encode_flops: Callable[[], float]  # of one prompt, counted when they are asked for
     flow_map: ModelKind | None = None  # the model of a flow map; None: the family has none
+    # The model of a network with a layer of actions, which is new or in the folder; None: the family has none.
+    acting: Callable[[ActionForm, bool], ModelKind] | None = None
 
 
 def codec_blueprint(

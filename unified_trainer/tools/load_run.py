@@ -48,10 +48,7 @@ class LoadedRole:
     @property
     def actions(self) -> ActionForm | None:
         """The actions that it takes; None for none."""
-        size = self.role.config.new_actions or self.family.action_size(self.base)
-        video = self.run.video
-        _, latent_frames, *_ = self.family.latent_shape(self.base, video.frames, video.height, video.width)
-        return ActionForm(size, (video.frames - 1) // max(1, latent_frames - 1)) if size else None
+        return self.family.actions(self.base, self.role.config.new_actions)
 
     def codec(self) -> Codec:
         """Return the text encoder and VAE of its pipeline folder, with the settings of the run."""

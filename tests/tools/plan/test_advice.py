@@ -7,6 +7,7 @@ import pytest
 from unified_trainer.run.settings.command_line import parse, with_settings
 from unified_trainer.tools.plan import advice, rehearsal
 from unified_trainer.tools.plan.estimate import needs
+from unified_trainer.tools.plan.memory import Memory
 
 
 @pytest.mark.slow
@@ -18,17 +19,36 @@ def test_what_lowers_nothing_is_left_out_and_the_rest_is_tried_together(monkeypa
     def estimated(changed, ranks):
         saved = 20 * (changed.video.frames < 17) + 15 * (changed.roles["student"].ema_device == "cpu")
         saved += 0.5 * (changed.roles["student"].moments == "bf16")
-        memory = SimpleNamespace(peak="rollout", total=lambda phase: 100.0 - saved)
-        return SimpleNamespace(memory=memory)
+        return SimpleNamespace(memory=Memory({"weights": 60.0 - saved}, {"rollout": {"activations": 40.0}}))
 
     monkeypatch.setattr(advice, "needs", estimated)
-    alone, together = advice.better_settings(run, 1, 100.0, usable)
+    alone, together = advice.better_settings(run, 1, estimated(run, 1).memory, usable)
     assert [one.peak for one in alone] == [80.0, 85.0]
     assert alone[0].flags == "--video.frames 9" and alone[1].flags == "--student.ema-device cpu"
     if fits_alone:
         assert together is None
     else:
         assert together.peak == 65.0 and all(one.flags in together.flags for one in alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("batch", "recompute", "skips"), [("8", "none", False), ("2", "full", True)])
+def test_advice_is_the_best_of_all_candidates_and_what_plans_of_it_say(monkeypatch, batch, recompute, skips):
+    """Passes of 8 samples are best made smaller; those of 2, with weights above all, are not tried in half the size."""
+    words = ["--method", "dance_grpo", "--recipe", "tiny", "--reward.path", "tiny", "--validate-every", "0"]
+    words += ["--algorithm.rollout-batch", batch, "--algorithm.update-batch", batch]
+    words += ["--student.activation-memory", recompute]
+    run, tried, peak = parse(words), [], advice._peak
+    monkeypatch.setattr(advice, "_peak", lambda *given: tried.append(given) or peak(*given))
+    memory = needs(run, 1).memory
+    alone, together = advice.better_settings(run, 1, memory, 0.0)
+    few = len(tried)
+    for flags, least in (*alone, together):
+        advised = needs(parse([*words, *flags.split()]), 1).memory
+        assert advised.total(advised.peak) == least < memory.total(memory.peak)
+    monkeypatch.setattr(advice, "_bound", lambda *_: 0.0)
+    assert advice.better_settings(run, 1, memory, 0.0) == (alone, together)
+    assert (len(tried) > 2 * few) == skips
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.meter import Meter
 from unified_trainer.tools.plan.architecture import published
-from unified_trainer.tools.plan.flops import BACKWARD, decode_flops
+from unified_trainer.tools.plan.flops import decode_flops
 from unified_trainer.tools.plan.flops import pass_flops as flops_of
 from unified_trainer.tools.plan.network_size import measured, plain_pass, size_of, with_layers
 from unified_trainer.tools.plan.passes import Network, role_of
@@ -118,8 +118,9 @@ def test_traffic_of_a_block_is_what_its_operations_read_and_write():
     few, more = counted(1), counted(2)
     forward, backward = (b - a for a, b in zip(few, more, strict=True))
     forward -= 6 * max(WAN_1_3B.blocks)
-    assert forward == pytest.approx(pass_flops(with_layers(OF_1_3B, 1), 5460).traffic, rel=0.05)
-    assert backward / forward == pytest.approx(BACKWARD, rel=0.1)
+    found = pass_flops(with_layers(OF_1_3B, 1), 5460)
+    assert forward == pytest.approx(found.traffic, rel=0.05)
+    assert backward == pytest.approx(found.traffic_back, rel=0.15)
 
 
 @pytest.mark.slow

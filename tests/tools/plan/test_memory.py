@@ -2,9 +2,13 @@
 
 import pytest
 
+from unified_trainer.models.blueprint import frozen_config
+from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.meter import Pass
+from unified_trainer.roles.recompute import Recompute
 from unified_trainer.run.settings.command_line import parse
-from unified_trainer.tools.plan import memory
+from unified_trainer.tools.plan import memory, passes
+from unified_trainer.tools.plan.architecture import published
 from unified_trainer.tools.plan.estimate import estimate
 from unified_trainer.tools.plan.memory import _largest, _largest_losses
 
@@ -47,3 +51,26 @@ def test_weights_and_moments_leave_the_card_each_by_its_own_switch(moments):
     bucket = 2**24  # no weight's shard is larger
     assert temporary["moments"] - temporary["none"] == 2 * moment * bucket
     assert temporary["weights"] - temporary["none"] == 8 * bucket and temporary["both"] == temporary["none"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("network", "gradient"),
+    [
+        ({"trained": True}, False),
+        ({"trained": True, "recompute": Recompute.of_setting("selective", 30)}, True),
+        ({"rank": 16, "recompute": Recompute.of_setting("full", 30)}, True),
+    ],
+    ids=["without gradient", "selective", "adapter, full"],
+)
+def test_one_trace_gives_the_bytes_of_every_number_of_samples(monkeypatch, network, gradient):
+    """Traced over two samples, their bytes are those that a trace over eleven gives."""
+    config = frozen_config(published()["Wan-AI/Wan2.1-T2V-1.3B-Diffusers"]["transformer"])
+    of_1_3b = passes.Network(WanModel, config, "bf16", False, 30, **network)
+    found = []
+    for traced in (11, 2):
+        monkeypatch.setattr(passes, "_samples", lambda _, number=traced: number)
+        passes.pass_bytes.cache_clear()
+        passes._trace.cache_clear()
+        found.append(passes.pass_bytes(of_1_3b, (16, 2, 30, 52), 512, 2, gradient=gradient, fresh=False))
+    assert found[0] == found[1]

@@ -6,6 +6,7 @@ The layer is zero in a folder that lacks it: the network then ignores actions.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +24,7 @@ from unified_trainer.models.wan.model import WanModel
 
 LAYER = "action_proj"
 NEW = (f"{LAYER}.weight", f"{LAYER}.bias")
+ACTING: dict[type[WanModel], Any] = {}  # kinds of models with actions, by the kind without
 
 
 class ActionWanModel(WanModel):
@@ -92,8 +94,25 @@ def by_latent_frame(cond: Condition, frames: Sequence[int], form: ActionForm) ->
 
 
 def with_actions(kind: type[WanModel]) -> Any:
-    """Return a kind of model, causal or with a condition image, that takes actions too."""
-    return type(f"Action{kind.__name__}", (ActionWanModel, kind), {})
+    """Return a kind of model, causal or with a condition image, that takes actions too: one class for each kind."""
+    return ACTING.setdefault(kind, type(f"Action{kind.__name__}", (ActionWanModel, kind), {}))
+
+
+@dataclass(frozen=True)
+class ActingKind:
+    """Makes models with actions of networks that are laid out without their layer; equal ones are one key."""
+
+    kind: type[WanModel]
+    form: ActionForm
+    new: bool  # whether the folder lacks the layer
+
+    network_class = WanTransformer3DModel
+
+    def __call__(self, network: WanTransformer3DModel) -> WanModel:
+        model: WanModel = with_actions(self.kind)(network, None, self.form)
+        if self.new:
+            vars(model)["new_layers"] = NEW
+        return model
 
 
 def form_of(place: Path) -> ActionForm | None:

@@ -1,8 +1,10 @@
 """The Wan family: how a WanPipeline folder is opened, and what its configs say."""
 
 import math
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -13,7 +15,7 @@ from unified_trainer.models.blueprint import Blueprint, codec_blueprint
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.sparse_attention import SparseAttentionConfig
 from unified_trainer.models.wan import exported_pipeline
-from unified_trainer.models.wan.actions import form_of, with_actions
+from unified_trainer.models.wan.actions import ActingKind, form_of, with_actions
 from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.models.wan.causal_image import CausalFirstFrameWanModel, CausalImageChannelsWanModel
 from unified_trainer.models.wan.causal_sparse import CausalSparseWanModel
@@ -37,7 +39,6 @@ from unified_trainer.models.wan.sparse import SparseWanModel, check_dense
 M = TypeVar("M", bound=WanModel)
 BIDIRECTIONAL = {(0, 0): WanModel, (0, 1): FirstFrameWanModel, (1, 1): ImageChannelsWanModel}  # by condition images
 CAUSAL = {(0, 0): CausalWanModel, (0, 1): CausalFirstFrameWanModel, (1, 1): CausalImageChannelsWanModel}
-ACTING: dict[type[WanModel], Any] = {kind: with_actions(kind) for kind in (*BIDIRECTIONAL.values(), *CAUSAL.values())}
 
 
 def images(folder: Path) -> tuple[int, int]:
@@ -83,9 +84,9 @@ def open_causal(folder: Path, component: str, action_size: int = 0) -> CausalWan
 
 
 def _opened(kind: type[M], folder: Path, component: str, action_size: int) -> M:
-    new = ActionForm(action_size, vae_config(folder).scale_factor_temporal) if action_size else None
+    new = actions(folder, action_size) if action_size else None
     if new or form_of(folder / component):
-        return ACTING[kind].open_with(folder / component, new)
+        return with_actions(kind).open_with(folder / component, new)
     return kind.open(folder, component)
 
 
@@ -94,16 +95,28 @@ def open_acting(folder: Path, component: str, causal: bool, size: int) -> WanMod
     return open_causal(folder, component, size) if causal else open_model(folder, component, size)
 
 
-def action_size(folder: Path) -> int:
-    """Return the numbers in an action that the folder's networks take, from the headers of the first one's files."""
-    form = form_of(folder / EXPERTS[0])
-    return form.size if form else 0
+def actions(folder: Path, size: int) -> ActionForm | None:
+    """Return the actions that the folder's networks take: those of the first one's layer, or of a new one of this size.
+
+    UserError for a layer that joins other numbers of pixel frames than the folder's VAE.
+    """
+    held = form_of(folder / EXPERTS[0])
+    own = size or (held.size if held else 0)
+    if not own:
+        return None
+    form = ActionForm(own, vae_config(folder).scale_factor_temporal)
+    if held and held.ratio != form.ratio:
+        raise UserError(
+            f"{folder}: its layer of actions joins {held.ratio} pixel frames and its VAE {form.ratio}: they do not "
+            "belong together, name the folder of an export"
+        )
+    return form
 
 
 def blueprint(folder: Path) -> Blueprint:
     """Return the parts of a folder, whose network takes a text, or a text and an image as channels."""
     model = ImageChannelsWanModel if images(folder)[0] else WanModel
-    return codec_blueprint(folder, model, WanCodec, FlowMapWanModel)
+    return replace(codec_blueprint(folder, model, WanCodec, FlowMapWanModel), acting=partial(ActingKind, model))
 
 
 def load_codec(folder: Path, device: torch.device, config: EncoderConfig) -> WanCodec:
@@ -191,6 +204,6 @@ WAN = Family(
     exported_pipeline=Path(exported_pipeline.__file__),
     sparse=open_sparse,
     flow_map=FlowMapWanModel.open,
-    action_size=action_size,
+    actions=actions,
     acting=open_acting,
 )

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from unified_trainer.basics.errors import UserError
@@ -12,7 +13,7 @@ from unified_trainer.run.registry import method_named
 from unified_trainer.run.settings.command_line import with_settings
 from unified_trainer.run.settings.config import RunConfig, flat, plain
 from unified_trainer.tools.plan.estimate import Estimate, needs
-from unified_trainer.tools.plan.memory import memory_of
+from unified_trainer.tools.plan.memory import FIXED, Memory, memory_of
 
 BEST = 3  # settings that are named
 LEAST = 0.01  # of the peak that a setting must lower to be named
@@ -26,15 +27,21 @@ class Better(NamedTuple):
     peak: float
 
 
-def better_settings(run: RunConfig, ranks: int, peak: float, usable: float) -> tuple[list[Better], Better | None]:
+def better_settings(run: RunConfig, ranks: int, memory: Memory, usable: float) -> tuple[list[Better], Better | None]:
     """Return up to BEST settings, each with the peak that it alone gives, lowest first; and those of them together.
 
     A setting that lowers the peak by less than LEAST of it is left out. The second is None if one of them alone fits
-    into `usable` bytes, or if there are fewer than two.
+    into `usable` bytes, or if there are fewer than two. Smaller passes, which take a rehearsal and traces of their own,
+    are planned only if the peak that they cannot go below is among the best.
     """
-    tried = [(settings, _peak(run, settings, ranks)) for settings in candidates(run, ranks)]
-    helpful = [(settings, lower) for settings, lower in tried if lower is not None and lower <= (1 - LEAST) * peak]
-    helpful = sorted(helpful, key=lambda pair: pair[1])[:BEST]
+    helpful, bound = list[tuple[Mapping[str, Any], float]](), partial(_bound, run, memory)
+    for settings in sorted(candidates(run, ranks), key=bound):
+        worst = helpful[-1][1] if len(helpful) == BEST else (1 - LEAST) * memory.total(memory.peak)
+        if bound(settings) > worst:
+            break
+        lower = _peak(run, settings, ranks)
+        if lower is not None and lower <= worst:
+            helpful = sorted([*helpful, (settings, lower)], key=lambda pair: pair[1])[:BEST]
     alone = [_better(settings, lower) for settings, lower in helpful]
     if len(helpful) < 2 or alone[0].peak <= usable:
         return alone, None
@@ -66,6 +73,21 @@ def fitting_blocks(planned: Estimate, usable: float) -> Better | None:
     if not 0 < fitting < most:
         return None
     return _better({f"{name}.activation_memory": fitting for name in trained}, peak(fitting))
+
+
+def _bound(run: RunConfig, memory: Memory, settings: Mapping[str, Any]) -> float:
+    """Return the peak that fewer frames or samples in a pass cannot go below, 0 for other settings.
+
+    No tensor of a pass shrinks by more than their share.
+    """
+    if not settings.keys() <= {"video.frames", run.algorithm.plan().keys[3], "algorithm.rollout_batch"}:
+        return 0.0
+    values = flat(plain(run))
+    share = min(value / values[key] for key, value in settings.items())
+    phases = (
+        sum(size * (1 if part in FIXED else share) for part, size in parts.items()) for parts in memory.phases.values()
+    )
+    return sum(memory.always.values()) + max(phases)
 
 
 def _peak(run: RunConfig, settings: Mapping[str, Any], ranks: int) -> float | None:

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_json, read_yaml
 from unified_trainer.models import hub
-from unified_trainer.models.base import Family, Shape
+from unified_trainer.models.base import ActionForm, Family, Shape
 from unified_trainer.models.blueprint import Blueprint, Config, frozen_config
 from unified_trainer.models.pass_flops import PassCount
 from unified_trainer.run.registry import family_named, family_of
@@ -47,6 +47,8 @@ class Architecture:
     folder: Path  # of its configs
     gates: int = 0  # layers of a block that the role's sparse attention adds
     flow_map: bool = False  # whether the role is a flow map
+    actions: ActionForm | None = None  # that the role takes
+    new_actions: bool = False  # by a layer that the folder lacks
 
     @cached_property
     def blueprint(self) -> Blueprint:
@@ -57,6 +59,8 @@ class Architecture:
     @property
     def kind(self) -> Any:
         """The ModelKind that makes the network's model."""
+        if self.actions and self.blueprint.acting:
+            return self.blueprint.acting(self.actions, self.new_actions)
         return (self.blueprint.flow_map if self.flow_map else None) or self.blueprint.model
 
     @cached_property

@@ -57,7 +57,7 @@ def plan(
         _print(planned, machine, price, fits=fits)
         for name, numbers in of_buckets.items():
             say(f"bucket {name}: {', '.join(f'{key} {value:.3g}' for key, value in numbers.items())}")
-    alone, together = ([], None) if fits else better_settings(run, machine.count, peak, machine.usable)
+    alone, together = ([], None) if fits else better_settings(run, machine.count, planned.memory, machine.usable)
     if not fits and (blocks := fitting_blocks(planned, machine.usable)) is not None:
         alone.append(blocks)
     if json:

@@ -14,7 +14,7 @@ from unified_trainer.rewards.ocr import KIND as OCR
 from unified_trainer.rewards.scorer_pool import processes_of
 from unified_trainer.roles.recompute import Recompute
 from unified_trainer.tools.plan.architecture import Architecture
-from unified_trainer.tools.plan.flops import BACKWARD, PassFLOPs, decode_flops, score_flops
+from unified_trainer.tools.plan.flops import PassFLOPs, decode_flops, score_flops
 from unified_trainer.tools.plan.hardware import NETWORK, NODE, Hardware
 
 PRODUCTS = 0.6  # of the dense bf16 peak in matrix products and attention; an H200 took 2 to 10% longer, compiled
@@ -71,7 +71,7 @@ def pass_work(flops: PassFLOPs, recompute: Recompute, layers: int, *, gradient: 
         return Work(flops.forward, flops.traffic)
     share = 1.0 if recompute.others == "selective" else min(recompute.full, layers) / layers
     again = Work(repeated=flops.recompute, repeated_traffic=share * flops.traffic)
-    return Work(flops.trained + flops.flash, (1 + BACKWARD) * flops.traffic) + again
+    return Work(flops.trained + flops.flash, flops.traffic + flops.traffic_back) + again
 
 
 def decode_work(model: Architecture, shape: Sequence[int], samples: int, *, half: bool, gradient: bool) -> Work:

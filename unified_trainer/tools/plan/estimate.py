@@ -16,6 +16,7 @@ from unified_trainer.parallel.meter import Pass
 from unified_trainer.rewards.ocr import KIND as OCR
 from unified_trainer.roles.blocks import may_compile
 from unified_trainer.roles.role import TrainableConfig
+from unified_trainer.run.plan.actions import action_form, check_equal_actions
 from unified_trainer.run.plan.data import check_sound, check_video
 from unified_trainer.run.plan.length import with_steps
 from unified_trainer.run.plan.plan import check_settings, checked_shape
@@ -220,8 +221,15 @@ def _models(run: RunConfig, sequence: int) -> dict[str, Architecture]:
     for name, path in paths_of(run).items():
         model = architecture_of(name, path, run)
         config = run.roles[method.roles[name].copy_of or name]
-        models[name] = replace(model, gates=int(config.sparse.share > 0), flow_map=config.is_flow_map)
+        models[name] = replace(
+            model,
+            gates=int(config.sparse.share > 0),
+            flow_map=config.is_flow_map,
+            actions=action_form(name, model.family, model.folder, config.new_actions),
+            new_actions=config.new_actions > 0,
+        )
     check_families({name: model.family for name, model in models.items()})
+    check_equal_actions({name: model.actions for name, model in models.items()})
     for name, model in models.items():
         heads = model.family.attention_heads(model.folder)  # 1 where sequence ranks cannot divide them
         check_heads(name, heads, sequence)

@@ -18,11 +18,12 @@ from unified_trainer.models.pass_flops import PassCount
 from unified_trainer.tools.plan.network_size import Matrix, NetworkSize
 
 # Bytes of elementwise work in a block's forward pass in bf16, for each token: a factor of the width and one of the
-# feed-forward width. Eager: counted operation by operation (`tests/tools/plan/test_flops.py`) in a block of Wan. Fused:
-# every norm, rotary embedding, gate and activation reads its inputs and writes its result once.
-EAGER, FUSED = (353, 4), (42, 4)
+# feed-forward width; and the traffic of a backward pass over that of its forward pass. Eager: counted operation by
+# operation (`tests/tools/plan/test_flops.py`) in a block of Wan. Fused: computed, as every norm, rotary embedding, gate
+# and activation reads its inputs and writes its result once; the backward pass as kernels of Inductor move bytes
+# (docs/performance.md).
+EAGER, FUSED = (353, 4, 2.0), (42, 4, 2.6)
 NO_MATRIX = Matrix(weights=1, outputs=0, adapted=0)
-BACKWARD = 2  # assumed: traffic of a backward pass over that of its forward pass
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class PassFLOPs:
     attention: float  # part of `forward` in products of two activations
     flash: float  # the attention scores that a fused kernel computes again in its backward pass; no work of the model
     traffic: float = 0.0  # bytes of elementwise work in the forward pass
+    traffic_back: float = 0.0  # and in the backward pass, without recomputation
 
     def times(self, samples: int) -> "PassFLOPs":
         """Return the cost of a pass over several samples."""
@@ -83,14 +85,16 @@ def pass_flops(
             blocks += part.products + trained
             ffn = max(ffn, matrix.outputs if rows >= passed.tokens else 0)
     gates = 2.0 * layers * size.gates * passed.tokens * size.width**2
-    factors = FUSED if fused else EAGER
+    of_width, of_ffn, back = FUSED if fused else EAGER
+    traffic = layers * passed.elements * (of_width + of_ffn * ffn / size.width)
     return PassFLOPs(
         forward=forward + gates,
         backward=backward + 2 * gates,
         recompute=repeated * (blocks + gates),
         attention=attention,
         flash=0.5 * attention,
-        traffic=layers * passed.elements * (factors[0] + factors[1] * ffn / size.width),
+        traffic=traffic,
+        traffic_back=back * traffic,
     )
 
 

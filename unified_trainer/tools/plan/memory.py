@@ -27,6 +27,8 @@ FP32, BF16 = 4, 2
 PREFETCHED = 2  # blocks whose weights are gathered at a time
 ROUNDING = 5  # numbers of 4 bytes for each element of a bucket: two moments, the random bits and two copies of them
 SAMPLING = ("rollout", "reward")  # phases in which samples are made and scored
+# Parts of a phase that do not shrink with its passes.
+FIXED = ("gradients", "gathered weights", "gathered weights and gradients", "temporary", "scorers", "state of training")
 LATENTS = 8  # tensors of the size of the latents that a loss holds besides its passes: noise, states, predictions
 
 

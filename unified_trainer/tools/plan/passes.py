@@ -7,10 +7,11 @@ statistics of the attention.
 
 import functools
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from unified_trainer.roles.backbone import Backbone, hold_in_bf16
 from unified_trainer.roles.recompute import Recompute
 from unified_trainer.roles.role import Frozen, Precision, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.tools.plan.network_size import laid_out, size_of, with_layers
-from unified_trainer.tools.plan.tracing import LiveBytes, quiet_norms
+from unified_trainer.tools.plan.tracing import Bytes, LiveBytes, peak_of, quiet_norms
 
 FEW = 1  # blocks of each kind that are traced
 RECOMPUTED = 2  # where they are recomputed whole: the backward pass of a block alone has another peak
@@ -65,60 +66,78 @@ def pass_bytes(
 
     With `fresh` a backward pass without gradients that are there before is traced too; otherwise `first` is `backward`.
     """
-    how: dict[str, Any] = {"latent": latent, "text_tokens": text_tokens, "samples": samples}
-    how |= {"gradient": gradient, "fresh": fresh}
+    how: dict[str, Any] = {"latent": latent, "text_tokens": text_tokens, "gradient": gradient, "fresh": fresh}
     if 0 < network.recompute.full < network.layers:  # linear between none and all; the backward pass begins with others
         uniform = (Recompute(others=network.recompute.others), Recompute.of_setting("full", network.layers))
-        others, full = (pass_bytes(replace(network, recompute=recompute), **how) for recompute in uniform)
+        others, full = (pass_bytes(replace(network, recompute=one), samples=samples, **how) for one in uniform)
         share = network.recompute.full / network.layers
         peak, kept = (a + share * (b - a) for a, b in ((others.peak, full.peak), (others.kept, full.kept)))
         return PassBytes(peak, kept, kept + others.backward - others.kept, kept + others.first - others.kept)
     whole = size_of(network.kind, network.config)
     kinds = [[number for number in kind if number < network.layers] for kind in whole.kinds]
-    count = RECOMPUTED if gradient and network.recompute.full else FEW
-    few = sorted(number for kind in kinds for number in kind[: count + gradient])
-    traced, held = _trace(network, few, **how)
+    own = RECOMPUTED if gradient and network.recompute.full else FEW
+    few = tuple(sorted(number for kind in kinds for number in kind[: own + gradient]))
+    traced = _trace(network, few, alone=samples == 1, **how)
+    peak, kept, backward, fresh_backward = (peak_of(heights, samples) for heights in traced.heights)
     if not gradient:  # a block then leaves nothing but its output, which the next one replaces
-        return PassBytes(*traced)
-    rest = [(few.index(kind[count]), len(kind) - count - 1) for kind in kinds if len(kind) > count]
+        return PassBytes(peak, kept, backward, fresh_backward)
+    held = [b.of(samples) - a.of(samples) for a, b in pairwise(traced.ends)]
+    rest = [(few.index(kind[own]), len(kind) - own - 1) for kind in kinds if len(kind) > own]
     more = sum(number * held[at] for at, number in rest)
-    own = fresh * network.trained * torch.float32.itemsize  # of gradients, which replace what a block kept
-    first = sum(number * max(held[at], own * whole.blocks[few[at]]) for at, number in rest)
-    peak, kept, backward, fresh_backward = traced
+    weight = fresh * network.trained * torch.float32.itemsize  # of gradients, which replace what a block kept
+    first = sum(number * max(held[at], weight * whole.blocks[few[at]]) for at, number in rest)
     return PassBytes(peak + more, kept + more, backward + more, fresh_backward + first)
 
 
+@dataclass(frozen=True)
+class _Traced:
+    """The bytes of a pass with few blocks, for any number of samples above one, or for one."""
+
+    heights: tuple[frozenset[Bytes], ...]  # the largest of each is a number of PassBytes
+    ends: tuple[Bytes, ...]  # before the first block, and after each
+
+
+@functools.lru_cache(maxsize=256)
 def _trace(
     network: Network,
-    blocks: Sequence[int],
+    blocks: tuple[int, ...],
     *,
     latent: Shape,
     text_tokens: int,
-    samples: int,
+    alone: bool,
     gradient: bool,
     fresh: bool,
-) -> tuple[list[int], list[int]]:
-    """Return the bytes of PassBytes with these blocks alone, and what each of them keeps for the backward pass."""
-    fake, traces = FakeTensorMode(allow_non_fake_inputs=True), []
+) -> _Traced:
+    """Trace a pass with these blocks only, over a number of samples that tells which tensors have an axis of them.
+
+    A sample `alone` has its own trace: an axis of one is moved without a copy.
+    """
+    fake, traces = FakeTensorMode(allow_non_fake_inputs=True), list[frozenset[Bytes]]()
     role = role_of(network, blocks, fake)
     model = next(iter(role.backbones.values())).model
-    ends, live = list[int](), LiveBytes()
+    sizes = (*latent, text_tokens, *(p.numel() for p in role.network.parameters()))
+    samples = 1 if alone else _samples(sizes)
+    ends, live = [Bytes(0, 0)], LiveBytes(samples)
     for block in model.blocks:
         block.register_forward_hook(lambda *_: ends.append(live.now))
     with fake, quiet_norms():
         for before in (True, False) if gradient and fresh else (True,):
             for p in role.network.parameters():
                 p.grad = torch.empty_like(p) if before and p.requires_grad else None
-            live = LiveBytes()
+            live = LiveBytes(samples)
             inputs = model.example(latent, samples, text_tokens)
             with live, nullcontext() if gradient else torch.no_grad():
                 velocity = role.velocity(*inputs)
-                forward, kept = live.peak, live.now
+                forward = frozenset(live.heights), frozenset({live.now})
                 if gradient:
                     velocity.square().mean().backward()
-            traces.append((forward, kept, live.peak))
-    (forward, kept, backward), *rest = traces
-    return [forward, kept, backward, rest[0][2] if rest else backward], [b - a for a, b in pairwise([0, *ends])]
+            traces += [*forward, frozenset(live.heights)] if before else [frozenset(live.heights)]
+    return _Traced((*traces, traces[-1])[:4], tuple(ends))
+
+
+def _samples(sizes: Iterable[int]) -> int:
+    """Return a number that has no factor in common with any of these sizes."""
+    return next(number for number in count(11) if math.gcd(number, math.prod(sizes)) == 1)
 
 
 def role_of(network: Network, blocks: Sequence[int], fake: FakeTensorMode) -> Trainable | Frozen:
@@ -204,4 +223,4 @@ def _decoded(kind: Any, vae: Config, latent: Shape, *, half: bool, gradient: boo
         x = torch.zeros(1, *latent, dtype=dtype, requires_grad=gradient)
         with live, nullcontext() if gradient else torch.no_grad():
             (kind.decoded(network, x).float() / 2 + 0.5).clamp(0, 1)
-    return live.peak
+    return live.peak()

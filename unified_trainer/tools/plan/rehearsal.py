@@ -205,6 +205,7 @@ def _small_role(config: RoleConfig, path: str) -> RoleConfig:
         return replace(config, adapter=AdapterFileConfig())
     adapter = AdapterConfig(rank=min(1, config.adapter.rank))
     unseen: dict[str, Any] = {"learning_rate": 0.0, "activation_memory": "none", "ema_decay": 0.0, "ema_device": "same"}
+    unseen |= {"action_size": 0}  # the batches of a rehearsal have no actions
     unseen |= {"sparse_attention": ALL_TOKENS} if config.sparse.share else {}
     return replace(config, adapter=adapter, moments="fp32", **unseen)
 

@@ -2,9 +2,9 @@
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,17 +22,39 @@ def quiet_norms() -> Iterator[None]:
         yield
 
 
+class Bytes(NamedTuple):
+    """Bytes of tensors that have an axis of samples, for each sample, and of all others."""
+
+    fixed: int
+    each: int
+
+    def of(self, samples: int) -> int:
+        """Return the bytes with so many samples."""
+        return self.fixed + samples * self.each
+
+
 class LiveBytes(TorchDispatchMode):
     """A mode that counts the storages that operations inside it make, until they are freed; the rest is not counted.
 
-    What a kernel needs while it runs, and what an allocator keeps, is not seen.
+    Code that runs on `samples` of them, a number without a common factor with any other size, shows the bytes for every
+    number: those of a storage are a multiple of it if it has an axis of samples. What a kernel needs while it runs, and
+    what an allocator keeps, is not seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, samples: int = 1) -> None:
         super().__init__()
-        self.now = 0
-        self.peak = 0
-        self._seen: dict[int, weakref.ref[Any]] = {}
+        self._samples, self._seen = samples, dict[int, weakref.ref[Any]]()
+        self._fixed = self._each = 0
+        self.heights = {self.now}  # after each storage that was made
+
+    @property
+    def now(self) -> Bytes:
+        """The bytes that are there now."""
+        return Bytes(self._fixed, self._each)
+
+    def peak(self, samples: int = 1) -> int:
+        """Return the most that was there at a time, had there been so many samples."""
+        return peak_of(self.heights, samples)
 
     def __torch_dispatch__(self, call: Any, _types: Any, arguments: Any = (), named: Any = None) -> Any:
         if call is DEVICE:
@@ -54,10 +76,18 @@ class LiveBytes(TorchDispatchMode):
         if known is not None and known() is not None:  # the number of a freed storage may be that of a new one
             return
         size = storage.nbytes() if made else 0
+        each, fixed = (size // self._samples, 0) if size % self._samples == 0 else (0, size)
 
         def freed(_reference: Any) -> None:
-            self.now -= size
+            self._fixed -= fixed
+            self._each -= each
 
         self._seen[id(storage)] = weakref.ref(storage, freed)
-        self.now += size
-        self.peak = max(self.peak, self.now)
+        self._fixed += fixed
+        self._each += each
+        self.heights.add(self.now)
+
+
+def peak_of(heights: Iterable[Bytes], samples: int) -> int:
+    """Return the largest of these bytes with so many samples."""
+    return max(one.of(samples) for one in heights)
