@@ -2,8 +2,8 @@
 
 In this world one colored shape moves as it is told.
 
-python examples/tiny_actions.py make tiny_actions                      # clips and prompts, in a second folder each
-python examples/tiny_actions.py measure tiny_actions/prompts.jsonl samples   # of `sample --prompts prompts.jsonl`
+python examples/tiny_actions.py make tiny_actions                      # clips, their prompts and held-out prompts
+python examples/tiny_actions.py measure tiny_actions/held_out.jsonl samples  # of `sample --prompts held_out.jsonl`
 """
 
 import json
@@ -33,19 +33,24 @@ CAPTION = "a {color} {shape}"
 
 
 def make(folder: Path) -> None:
-    """Write CLIPS videos with a table of their captions and actions, and prompts with actions that no clip has."""
+    """Write CLIPS videos with a table, their captions and actions as prompts, and PROMPTS held-out ones beside them."""
     (folder / "clips").mkdir(parents=True)
-    generator = torch.Generator().manual_seed(0)
-    with (folder / "clips" / "captions.jsonl").open("w") as table, (folder / "prompts.jsonl").open("w") as prompts:
-        for number in range(CLIPS + PROMPTS):
-            clip = draw_acted(generator, FRAMES)
-            row = {"caption": clip.caption, "actions": clip.actions.tolist()}
-            if number < CLIPS:
-                name = f"{number:05}.mp4"
-                write_mp4(to_uint8(clip.render()[None])[0], folder / "clips" / name, FPS)
-                table.write(json.dumps({"path": name} | row) + "\n")
-            else:
-                prompts.write(json.dumps(row) + "\n")
+    generator, prompts = torch.Generator().manual_seed(0), dict[str, None]()
+    with (folder / "clips" / "captions.jsonl").open("w") as table:
+        for number in range(CLIPS):
+            clip, name = draw_acted(generator, FRAMES), f"{number:05}.mp4"
+            write_mp4(to_uint8(clip.render()[None])[0], folder / "clips" / name, FPS)
+            table.write(json.dumps({"path": name} | _row(clip)) + "\n")
+            prompts[json.dumps(_row(clip))] = None  # one of several with the same caption and actions
+    of_clips = len(prompts)
+    while len(prompts) < of_clips + PROMPTS:
+        prompts[json.dumps(_row(draw_acted(generator, FRAMES)))] = None
+    (folder / "prompts.jsonl").write_text("\n".join(list(prompts)[:of_clips]) + "\n")
+    (folder / "held_out.jsonl").write_text("\n".join(list(prompts)[of_clips:]) + "\n")
+
+
+def _row(clip: "ActedClip") -> dict[str, object]:
+    return {"caption": clip.caption, "actions": clip.actions.tolist()}
 
 
 def measure(prompts: Path, samples: Path) -> None:
