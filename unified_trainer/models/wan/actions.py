@@ -95,7 +95,9 @@ def by_latent_frame(cond: Condition, frames: Sequence[int], form: ActionForm) ->
 
 def with_actions(kind: type[WanModel]) -> Any:
     """Return a kind of model, causal or with a condition image, that takes actions too: one class for each kind."""
-    return ACTING.setdefault(kind, type(f"Action{kind.__name__}", (ActionWanModel, kind), {}))
+    if kind not in ACTING:
+        ACTING[kind] = type(f"Action{kind.__name__}", (ActionWanModel, kind), {})
+    return ACTING[kind]
 
 
 @dataclass(frozen=True)
