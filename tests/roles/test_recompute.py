@@ -72,7 +72,7 @@ def test_kept_activations_take_the_memory_that_was_computed():
         x, text, sigma = torch.randn(1, 16, 4, 12, 12), torch.randn(1, 16, 32), torch.tensor([0.5])
         with quiet_norms(), LiveBytes() as live:
             velocity = student.velocity(x, sigma, Condition({"text": text}))
-            held = live.now
+            held = live.now.of(1)
         assert velocity.requires_grad
         config = frozen_config(dict(model.network.config))
         network = Network(WanModel, config, "bf16", False, len(model.blocks), trained=True, recompute=recompute)
