@@ -36,5 +36,4 @@ def test_the_umask_decides_who_reads_a_network(tmp_path, mode):
     model = WanModel.open(WAN, "transformer")
     model.read(ALONE)
     model.save(tmp_path, "transformer", torch.float32)
-    assert len(list(tmp_path.rglob("*.safetensors"))) > 1
-    assert modes(tmp_path) == {mode}
+    assert list(tmp_path.rglob("*.safetensors")) and modes(tmp_path) == {mode}

@@ -9,7 +9,7 @@ from helpers import SMALL, WAN, flags, refused, rewrite
 from unified_trainer.__main__ import main
 from unified_trainer.api import Run, Student
 from unified_trainer.basics.errors import NotFiniteError
-from unified_trainer.tools.sample import sample as command
+from unified_trainer.tools.sample import latents
 
 pytestmark = pytest.mark.slow
 
@@ -95,7 +95,7 @@ def test_a_batch_that_does_not_fit_in_memory_names_the_flag(trained, tmp_path, c
     def generate(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(command, "generate", generate)
+    monkeypatch.setattr(latents, "generate", generate)
     prompts = ("--prompts", "a red circle", "a blue square")
     said = refused(capsys, name, str(trained), *prompts, "--output", str(tmp_path / "out"))
     assert "a batch of 2 " in said and "does not fit in memory" in said and "lower --batch" in said

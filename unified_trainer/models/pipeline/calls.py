@@ -163,6 +163,7 @@ class Pipeline:
     @contextmanager
     def _watched(self, seen: CallRecord, samples: int, latents: Sequence[Tensor], *, stop: bool) -> Iterator[None]:
         scheduler, kind = self.pipe.scheduler, type(self.pipe.scheduler)
+        euler, set_timesteps = kind.step, kind.set_timesteps
 
         def watched(network: nn.Module) -> Any:
             forward, signature = network.forward, inspect.signature(network.forward)
@@ -183,14 +184,14 @@ class Pipeline:
             own: Any, velocity: Any, time: Any, x: Tensor, *more: Any, return_dict: bool = True, **named: Any
         ) -> Any:
             x, of_sound = x.clone(), own is not scheduler
-            moved = kind.step(own, velocity, time, x, *more, return_dict=False, **named)[0]
+            moved = euler(own, velocity, time, x, *more, return_dict=False, **named)[0]
             (seen.sound_steps if of_sound else seen.steps).append((velocity, x, moved))
             moved = latents[of_sound].to(x.dtype) if len(latents) > of_sound else moved
             return FlowMatchEulerDiscreteSchedulerOutput(moved) if return_dict else (moved,)
 
         def levels(own: Any, *inputs: Any, **named: Any) -> Any:
             seen.given_levels = named.get("sigmas") is not None
-            return kind.set_timesteps(own, *inputs, **named)
+            return set_timesteps(own, *inputs, **named)
 
         def noted(decode: Any) -> Any:
             def call(z: Tensor, *inputs: Any, **named: Any) -> Any:
@@ -201,7 +202,7 @@ class Pipeline:
 
             return call
 
-        levels.__signature__ = inspect.signature(kind.set_timesteps)  # type: ignore[attr-defined]  # pipelines look
+        levels.__signature__ = inspect.signature(set_timesteps)  # type: ignore[attr-defined]  # pipelines look
         changed = [(one, "forward", watched(one)) for one in map(self.pipe.components.get, self.networks)]
         vaes = filter(None, map(self.pipe.components.get, VAES[: len(latents)]))
         changed += [(vae, "decode", noted(vae.decode)) for vae in vaes]
@@ -211,12 +212,12 @@ class Pipeline:
         before = [(owner, name, vars(owner).get(name)) for owner, name, _ in changed]
         for owner, name, value in changed:
             vars(owner)[name] = value
-        # of the class, so that a copy that the pipeline makes of its scheduler moves by its own place in the levels
-        scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "set_timesteps": levels})
+        # Of the class itself, whose name pipelines compare: a copy that one makes of its scheduler is watched too.
+        kind.step, kind.set_timesteps = step, levels
         try:
             yield
         finally:
-            scheduler.__class__ = kind
+            kind.step, kind.set_timesteps = euler, set_timesteps
             for owner, name, value in before:
                 if value is None:
                     del vars(owner)[name]
