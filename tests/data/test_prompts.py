@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers import tiny_codec
+from PIL import Image
 
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.requests import Request
@@ -110,6 +111,23 @@ def test_videos_with_captions_give_prompts(tmp_path):
     read = read_prompts(tmp_path)
     assert read.prompts == ("one", "two") and read.places[1].endswith("deeper/c.mp4")
     assert read.note.endswith("2 prompts; skipped 1 blank and 0 repeated lines")
+
+
+def test_a_folder_of_parquet_files_keeps_the_other_columns_of_its_rows(tmp_path):
+    """Images are named relative to the file that names them, and messages name that file."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (16, 16), (ord(name), 0, 0)).save(tmp_path / name / "first.png")
+        row = {"prompt": name, "negative_prompt": f"not {name}", "image": "first.png"}
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / name / "rows.parquet")
+    read = read_prompts(tmp_path, images=True)
+    assert [(request.text, request.negative) for request in read.requests] == [("a", "not a"), ("b", "not b")]
+    for name, request in zip("ab", read.requests, strict=True):
+        assert request.images[0].file == tmp_path / name / "first.png"
+    assert "b/rows.parquet: " in read.places[1]
+    (tmp_path / "b" / "first.png").unlink()
+    with pytest.raises(UserError, match=r"b/rows\.parquet: .*first\.png"):
+        read_prompts(tmp_path, images=True)
 
 
 def test_a_folder_without_captions_is_refused(tmp_path):

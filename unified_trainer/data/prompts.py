@@ -21,7 +21,7 @@ COLUMNS = ("prompt", "caption", "text", "cap", "prompt_en")  # of a table, unles
 IMAGES = ("image", "images")  # columns of paths of condition images: one, or a list
 NEGATIVES = ("negative_prompt",)  # column of prompts of the unconditional branch; empty: that of the run
 SUFFIXES = (".txt", *TABLES)  # a text that ends so names a file
-Row = tuple[str, str, dict[str, Any]]  # its place, such as "line 3", its text, and its other columns
+Row = tuple[str, str, dict[str, Any], Path]  # its place, such as "line 3", text, other columns, and folder of its files
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,9 @@ def read_prompts(file: Path, key: str = "--prompts", column: str = "", *, images
     images, negative prompt and actions, are skipped and counted in the note. `key` is the setting that names the file,
     for messages. Raise UserError, naming file and line, for a file that cannot be read or holds no prompt.
     """
-    rows = _rows_of_folder(file, key, column) if os.path.isdir(file) else _rows(file, key, column, images=images)
-    texts = [text.strip() for _, text, _ in rows]
+    of_one = _rows_of_folder if os.path.isdir(file) else _rows
+    rows = of_one(file, key, column, images=images)
+    texts = [text.strip() for _, text, *_ in rows]
     media = [where for (where, *_), text in zip(rows, texts, strict=True) if text.lower().endswith(MEDIA)]
     if 2 * len(media) > sum(map(bool, texts)):
         raise UserError(
@@ -103,15 +104,15 @@ def read_prompts(file: Path, key: str = "--prompts", column: str = "", *, images
             "folder of the videos"
         )
     requests: dict[Request, str] = {}
-    for (where, _, row), text in zip(rows, texts, strict=True):
+    for (where, _, row, folder), text in zip(rows, texts, strict=True):
         place = f"{key} {file}: {where}"
         refuse_unreadable(text, place)
         if text:
             negative = " ".join(_texts(row, NEGATIVES, place))
             refuse_unreadable(negative, place)
             named = _texts(row, IMAGES, place) if images else ()
-            images_of = tuple(Image.read(file.parent / name, place) for name in named)
-            request = Request(text, images_of, negative, Actions.read(row.get(ACTIONS), file.parent, place))
+            images_of = tuple(Image.read(folder / name, place) for name in named)
+            request = Request(text, images_of, negative, Actions.read(row.get(ACTIONS), folder, place))
             requests.setdefault(request, place)
     if not requests:
         raise UserError(f"{key} {file} is empty; write one prompt per line")
@@ -126,22 +127,25 @@ def _texts(row: Mapping[str, Any], names: Sequence[str], place: str) -> list[str
     return texts_of(next((row[name] for name in names if name in row), None), place)
 
 
-def _rows_of_folder(folder: Path, key: str, column: str) -> list[Row]:
+def _rows_of_folder(folder: Path, key: str, column: str, *, images: bool) -> list[Row]:
     """Return the rows of the folder's parquet files, or without any the caption of each video."""
     if files := parquet_files(folder):
-        return [(where, text, {}) for file in files for where, text, _ in _rows(file, key, column)]
+        named = ((file.relative_to(folder), _rows(file, key, column, images=images)) for file in files)
+        return [(f"{file}: {where}", text, row, beside) for file, rows in named for where, text, row, beside in rows]
     if not any(file.suffix.lower() in MEDIA or lists_videos(file) for file in files_below(folder)):
         raise MissingFileError(f"{key} {folder}: it is a folder without .parquet files, videos and images")
-    return [(video.name, caption, {}) for video in find_videos(folder, key) for caption in video.captions or ("",)]
+    videos = find_videos(folder, key)
+    return [(video.name, caption, {}, folder) for video in videos for caption in video.captions or ("",)]
 
 
-def _rows(file: Path, key: str, column: str, *, images: bool = False) -> list[Row]:
+def _rows(file: Path, key: str, column: str, *, images: bool) -> list[Row]:
     """Return the place, the text and the other columns of each row."""
     if file.suffix in TABLES:
         more = {*NEGATIVES, ACTIONS, *(IMAGES if images else ())}
-        return read_texts(file, key, (column,) if column else COLUMNS, more, ": set prompts_column")
+        read = read_texts(file, key, (column,) if column else COLUMNS, more, ": set prompts_column")
+        return [(*row, file.parent) for row in read]
     if file.suffix not in ("", ".txt"):
         raise UserError(f"{key} {file}: {file.suffix} is no ending of a file of prompts; have {', '.join(SUFFIXES)}")
     lines = lines_of(read_text(file, key))
     lines = lines[:-1] if lines[-1] == "" else lines  # the end of the last line is no line of its own
-    return [(f"line {i}", line, {}) for i, line in enumerate(lines, 1)]
+    return [(f"line {i}", line, {}, file.parent) for i, line in enumerate(lines, 1)]
