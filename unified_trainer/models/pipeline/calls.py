@@ -21,6 +21,7 @@ from unified_trainer.models.pipeline.values import Size, flat
 from unified_trainer.models.pipeline.without_memory import WithoutMemory
 
 SHORT = "a cat"
+LONG = 'a red circle and a blue square above the words "moving left", ' * 100  # longer than any pipeline takes
 STEPS = 4  # of a call: enough to tell a line from a curve
 OFF = {"guidance_scale": 1.0, "true_cfg_scale": 1.0, "guidance_rescale": 0.0, "stg_scale": 0.0}
 OFF |= {"use_resolution_binning": False, "_auto_resize": False}  # the size is what was asked for
@@ -95,6 +96,7 @@ class Pipeline:
         self.names = inspect.signature(type(pipe).__call__).parameters
         self.makes_videos = bool({"num_frames", "frames"} & self.names.keys())
         self.no_guidance = {name: value for name, value in OFF.items() if name in self.names}
+        self.long = LONG
         self.image = next((name for name in IMAGES if name in self.names), "")
         self.takes_image = bool(self.image) and self.names[self.image].default is inspect.Parameter.empty
 

@@ -24,7 +24,7 @@ from unified_trainer.models.folder import check_described, fingerprint, no_progr
 from unified_trainer.models.frozen_codec import FrozenCodec
 from unified_trainer.models.frozen_network import FrozenNetwork, channels_last
 from unified_trainer.models.image_tensors import ImageTensors
-from unified_trainer.models.pipeline.arguments import LONG, ROWS
+from unified_trainer.models.pipeline.arguments import ROWS
 from unified_trainer.models.pipeline.calls import SHORT, Pipeline
 from unified_trainer.models.pipeline.facts import Facts
 from unified_trainer.models.pipeline.known import known
@@ -135,7 +135,7 @@ class PipelineCodec(FrozenCodec):
 
     def _row(self, pipeline: Pipeline, facts: Facts, prompt: str, picture: Picture.Image) -> dict[str, Tensor]:
         """Return the tensors of a prompt, which a pipeline may read together with a picture."""
-        both = [prompt, LONG] if facts.arguments.paired else [prompt]
+        both = [prompt, pipeline.long] if facts.arguments.paired else [prompt]
         given = facts.latents.apart(pipeline.call(both, facts.size, picture, stop=True).inputs[0])
         self._check_constants(facts, given, prompt)
         tensors: dict[str, Tensor] = {}
