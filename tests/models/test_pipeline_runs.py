@@ -71,16 +71,17 @@ def words(method: str, folder: Path, output: Path, **more: object) -> list[str]:
     [
         ("FluxPipeline", 3.0),
         ("ZImagePipeline", 3.0),
-        ("Lumina2Pipeline", 1.0),
+        ("Lumina2Pipeline", 3.0),
         ("HunyuanVideoPipeline", 3.0),
         ("SkyReelsV2Pipeline", 3.0),
-        ("SanaPipeline", 1.0),
+        ("SanaPipeline", 3.0),
     ],
 )
 def test_diffusers_samples_an_export_as_we_do(folder, tmp_path, name, scale):
     """With the arguments that the export says: the frames of `sample`."""
     run, out = tmp_path / "run", tmp_path / "out"
-    given = words("dance_grpo", folder(name), run, sampler__guidance_scale=scale, student__adapter__rank=2)
+    more = {"sampler__guidance_scale": scale, "sampler__negative-prompt": "a green square"}
+    given = words("dance_grpo", folder(name), run, student__adapter__rank=2, **more)
     assert main(given) == 0
     said = json.loads((run / "environment.jsonl").read_text().splitlines()[0])["pipeline"]
     assert "velocity: " in said and "time: " in said
@@ -93,7 +94,7 @@ def test_diffusers_samples_an_export_as_we_do(folder, tmp_path, name, scale):
     pipeline = DiffusionPipeline.from_pretrained(out)
     assert isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler)
     size = {"height": 32, "width": 32} | ({"num_frames": 9} if name in VIDEOS else {})
-    negative = {"negative_prompt": ""} if scale != 1 else {}
+    negative = {"negative_prompt": "a green square"} if scale != 1 else {}
     made = pipeline(
         PROMPTS[0],
         **size,
@@ -104,7 +105,7 @@ def test_diffusers_samples_an_export_as_we_do(folder, tmp_path, name, scale):
         return_dict=False,
     )[0]
     ours = ours[:, :, 0] if made.dim() == 4 else ours.transpose(1, 2)
-    torch.testing.assert_close(made.float(), ours, rtol=0, atol=2e-5)
+    torch.testing.assert_close(made.float(), ours, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -126,11 +126,6 @@ class Request:
     actions: Actions = NO_ACTIONS
 
     @property
-    def texts(self) -> tuple[str, ...]:
-        """The prompts that are encoded."""
-        return (self.text, self.negative) if self.negative else (self.text,)
-
-    @property
     def prompt(self) -> str:
         """The text for a reward: a `Prompt` where there are images or actions."""
         return Prompt(self.text, self.images, self.actions) if self.images or self.actions else self.text

@@ -199,6 +199,10 @@ class Codec(Protocol):
     def text_difference(self, prompt: str, tensors: Prompt) -> float:
         """Return how far stored tensors are from those of the prompt: see `models.prompt_tensors.difference`."""
 
+    def negative(self, prompt: str) -> str:
+        """Return the text by which the functions above know a prompt of the unconditional branch."""
+        return prompt
+
     def encode_ahead(self, prompts: Sequence[str], mesh: Mesh) -> str:
         """Encode prompts that will be needed, each rank a share, and remove the text encoder from memory.
 

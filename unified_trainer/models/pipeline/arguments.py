@@ -59,7 +59,7 @@ class FoundArguments:
         image, other_image = images
 
         def called(prompts: Sequence[str], picture: Picture.Image = image) -> dict[str, Any]:
-            given = pipeline.call(prompts, size, picture, stop=True).inputs[0]
+            given = pipeline.call(prompts, size, picture, stop=1).inputs[0]
             starts.append(latents.of_step(latents.of_argument(given)[:1]))
             return apart(given)
 

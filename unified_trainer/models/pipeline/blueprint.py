@@ -60,7 +60,7 @@ def blueprint(folder: Path) -> Blueprint:
         hooks = [module.register_forward_hook(note) for module in modules if isinstance(module, nn.Linear)]
         try:
             with pipeline.memory.every_layer():
-                pipeline.call([pipeline.long], facts.size, Picture.new("RGB", facts.size[:0:-1]), stop=True)
+                pipeline.call([pipeline.long], facts.size, Picture.new("RGB", facts.size[:0:-1]), stop=1)
         finally:
             for hook in hooks:
                 hook.remove()

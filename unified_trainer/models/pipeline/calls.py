@@ -125,13 +125,13 @@ class Pipeline:
         image: Picture.Image | None,
         *,
         latents: Sequence[Tensor] = (),
-        stop: bool = False,
+        stop: int = 0,
         **options: Any,
     ) -> CallRecord:
         """Call the pipeline; ProbeError for a call that fails.
 
         `latents`, of the video and of its sound, are what each of two solver steps returns, up to the decoding of the
-        last of them. With `stop` the call ends at the network's first call.
+        last of them. With `stop` the call ends at that call of the network, counted from 1.
         """
         given: dict[str, Any] = dict(self.no_guidance)
         given |= {name: size[place] for name, place in SIZES.items() if name in self.names}
@@ -163,7 +163,7 @@ class Pipeline:
         return seen
 
     @contextmanager
-    def _watched(self, seen: CallRecord, samples: int, latents: Sequence[Tensor], *, stop: bool) -> Iterator[None]:
+    def _watched(self, seen: CallRecord, samples: int, latents: Sequence[Tensor], *, stop: int) -> Iterator[None]:
         scheduler, kind = self.pipe.scheduler, type(self.pipe.scheduler)
         euler, set_timesteps = kind.step, kind.set_timesteps
 
@@ -174,7 +174,7 @@ class Pipeline:
                 given = flat(signature.bind(*inputs, **named).arguments, samples)
                 # pipelines may go on to write into tensors that they gave
                 seen.inputs.append(tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, given))
-                if stop:
+                if len(seen.inputs) == stop:
                     raise _Reached
                 output = forward(*inputs, **named)
                 seen.outputs.append(output)

@@ -27,6 +27,7 @@ from unified_trainer.models.image_tensors import ImageTensors
 from unified_trainer.models.pipeline.arguments import ROWS
 from unified_trainer.models.pipeline.calls import SHORT, Pipeline
 from unified_trainer.models.pipeline.facts import Facts
+from unified_trainer.models.pipeline.guidance import guided
 from unified_trainer.models.pipeline.known import known
 from unified_trainer.models.pipeline.latents import KNOWN
 from unified_trainer.models.pipeline.opening import NETWORKS, component_classes
@@ -38,6 +39,7 @@ from unified_trainer.models.prompt_tensors import stack
 from unified_trainer.parallel.device import rounds_products
 from unified_trainer.parallel.mesh import Mesh
 
+UNLIKE = "\0negative: "  # before a text that is encoded as a negative prompt
 SOUND_PARTS = ("audio_vae", "vocoder")
 OTHER_PARTS = ("vae", "image_encoder", *SOUND_PARTS)  # components that encode no prompts
 
@@ -127,6 +129,9 @@ class PipelineCodec(FrozenCodec):
             )
         return Condition(tensors).map(lambda x: x.to(self._device, non_blocking=True))
 
+    def negative(self, prompt: str) -> str:
+        return UNLIKE + prompt if self._facts.negative else prompt
+
     def _embed(self, prompts: Sequence[str]) -> Generator[Prompt, None, None]:
         black = Picture.new("RGB", (self._facts.size[2], self._facts.size[1]))
         with self._calling(self._text_networks()) as pipeline:
@@ -135,13 +140,19 @@ class PipelineCodec(FrozenCodec):
 
     def _row(self, pipeline: Pipeline, facts: Facts, prompt: str, picture: Picture.Image) -> dict[str, Tensor]:
         """Return the tensors of a prompt, which a pipeline may read together with a picture."""
-        both = [prompt, pipeline.long] if facts.arguments.paired else [prompt]
-        given = facts.latents.apart(pipeline.call(both, facts.size, picture, stop=True).inputs[0])
-        self._check_constants(facts, given, prompt)
+        call, place = (facts.negative or (0, 0)) if prompt.startswith(UNLIKE) else (0, 0)
+        if prompt.startswith(UNLIKE):
+            seen = guided(pipeline, facts.size, picture, prompt.removeprefix(UNLIKE), stop=call + 1)
+        else:
+            both = [prompt, pipeline.long] if facts.arguments.paired else [prompt]
+            seen = pipeline.call(both, facts.size, picture, stop=1)
+        given = facts.latents.apart(seen.inputs[call])
+        if not call | place:
+            self._check_constants(facts, given, prompt)
         tensors: dict[str, Tensor] = {}
         for name, argument in facts.arguments.text.items():
             # a mask that is left out marks all rows
-            row = torch.ones(argument.shape) if given.get(name) is None else given[name][0]
+            row = torch.ones(argument.shape) if given.get(name) is None else given[name][place]
             tensors[name] = row.to(argument.dtype).cpu()
             if argument.listed:
                 tensors[name + ROWS] = torch.tensor(len(row))
@@ -181,7 +192,7 @@ class PipelineCodec(FrozenCodec):
         facts = self._known.of_shape(latent_shape)
         picture, arguments = image.picture(*facts.size[1:]), facts.arguments
         with self._calling(arguments.image_parts) as pipeline:
-            given = facts.latents.apart(pipeline.call([SHORT], facts.size, picture, stop=True).inputs[0])
+            given = facts.latents.apart(pipeline.call([SHORT], facts.size, picture, stop=1).inputs[0])
         return {name: given[name][0].to(argument.dtype).cpu() for name, argument in arguments.images.items()}
 
     # Latents

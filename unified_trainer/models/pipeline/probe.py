@@ -10,7 +10,7 @@ from torch import Tensor
 from unified_trainer.models.pipeline.arguments import FoundArguments
 from unified_trainer.models.pipeline.calls import SHORT, STEPS, CallRecord, Pipeline
 from unified_trainer.models.pipeline.facts import Facts, FoundTime
-from unified_trainer.models.pipeline.guidance import rule_of
+from unified_trainer.models.pipeline.guidance import guided, negative_place, rule_of
 from unified_trainer.models.pipeline.latents import FoundLatents
 from unified_trainer.models.pipeline.sound import FoundSound
 from unified_trainer.models.pipeline.tokens import noted_block, tokens_of
@@ -38,6 +38,8 @@ def learn(pipeline: Pipeline, size: Size) -> Facts:
         _check_euler(pipeline, one.sigmas.double().tolist(), steps)
     known = {*(time.name for time in times), guidance, *(sound.name for sound in sounds)}
     arguments = FoundArguments.of(pipeline, size, (image, other_image), one, latents, known)
+    seen = guided(pipeline, size, image)
+    unlike = None if arguments.paired else negative_place(pipeline, size, image, seen, arguments.text)
     return Facts(
         pipeline=type(pipeline.pipe).__name__,
         size=size,
@@ -50,7 +52,8 @@ def learn(pipeline: Pipeline, size: Size) -> Facts:
         given_levels=one.given_levels,
         guidance=guidance,
         guidance_factor=factor,
-        rule=rule_of(pipeline, size, image, latents, sign=sign, output=output),
+        rule=rule_of(pipeline, seen, latents, sign=sign, output=output),
+        negative=unlike,
         tokens=tokens_of(pipeline, size, image, latents, block),
         no_guidance=dict(pipeline.no_guidance),
     )
