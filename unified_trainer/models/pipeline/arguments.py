@@ -5,10 +5,17 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from PIL import Image as Picture
 from torch import Tensor, nn
 
-from unified_trainer.models.pipeline.calls import SHORT, CallError, CallRecord, Pipeline, ProbeError
+from unified_trainer.models.pipeline.calls import (
+    OTHER_COLORS,
+    SHORT,
+    CallError,
+    CallRecord,
+    Pipeline,
+    ProbeError,
+    Shown,
+)
 from unified_trainer.models.pipeline.latents import FoundLatents
 from unified_trainer.models.pipeline.values import Size, differ, made_of, nested, of_tensors, rows_of, stacked
 from unified_trainer.models.prompt_tensors import Shapes
@@ -50,16 +57,14 @@ class FoundArguments:
         cls,
         pipeline: Pipeline,
         size: Size,
-        images: tuple[Picture.Image, Picture.Image],
         one: CallRecord,
         latents: FoundLatents,
         known: set[str],
     ) -> Self:
         """Compare calls with another prompt and another image; `known` are further arguments that are known."""
-        image, other_image = images
 
-        def called(prompts: Sequence[str], picture: Picture.Image = image) -> dict[str, Any]:
-            given = pipeline.call(prompts, size, picture, stop=1).inputs[0]
+        def called(prompts: Sequence[str], shown: Shown | None = None) -> dict[str, Any]:
+            given = pipeline.call(prompts, size, shown, stop=1).inputs[0]
             starts.append(latents.of_step(latents.of_argument(given)[:1]))
             return apart(given)
 
@@ -90,7 +95,7 @@ class FoundArguments:
                 (first, long), prompts = padded, [SHORT, pipeline.long]
                 long |= {name: torch.ones_like(first[name]) for name in rows if long.get(name) is None}
         starts.clear()
-        seen = called(prompts, other_image)
+        seen = called(prompts, pipeline.uniform(size, *OTHER_COLORS))
         parts = {name: part for name, part in pipeline.pipe.components.items() if isinstance(part, nn.Module)}
         answers = {name: dict[str, Any]() for name in ["", *parts] if pipeline.takes_image or not name}
         for name in answers:  # all networks answer otherwise, and each alone

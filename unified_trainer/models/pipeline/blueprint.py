@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image as Picture
 from torch import Tensor, nn
 
 from unified_trainer.models.blueprint import Blueprint
@@ -60,7 +59,7 @@ def blueprint(folder: Path) -> Blueprint:
         hooks = [module.register_forward_hook(note) for module in modules if isinstance(module, nn.Linear)]
         try:
             with pipeline.memory.every_layer():
-                pipeline.call([pipeline.long], facts.size, Picture.new("RGB", facts.size[:0:-1]), stop=1)
+                pipeline.call([pipeline.long], facts.size, stop=1)
         finally:
             for hook in hooks:
                 hook.remove()

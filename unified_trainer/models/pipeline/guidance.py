@@ -7,12 +7,11 @@ from itertools import permutations
 from typing import Any, Literal
 
 from diffusers.guiders import AdaptiveProjectedGuidance, ClassifierFreeGuidance
-from PIL import Image as Picture
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from unified_trainer.basics.types import Latents, PerFrame, PerSample
-from unified_trainer.models.pipeline.calls import SHORT, CallRecord, Pipeline
+from unified_trainer.models.pipeline.calls import SHORT, CallRecord, Pipeline, Shown
 from unified_trainer.models.pipeline.latents import FoundLatents
 from unified_trainer.models.pipeline.values import Place, Size, differ, made_of, part, same, stacked
 from unified_trainer.numerics.flow import guide
@@ -94,9 +93,7 @@ def rule_of(pipeline: Pipeline, seen: CallRecord, latents: FoundLatents, *, sign
     return Rule("unknown") if guider is None else Rule("unknown", guider=type(guider).__name__)
 
 
-def negative_place(
-    pipeline: Pipeline, size: Size, image: Picture.Image, seen: CallRecord, text: Collection[str]
-) -> tuple[int, int] | None:
+def negative_place(pipeline: Pipeline, size: Size, seen: CallRecord, text: Collection[str]) -> tuple[int, int] | None:
     """Return the call of a guided step, and the row in it, with the tensors of a negative prompt unlike a prompt's.
 
     None where both have the same tensors, or where those of a row follow from other rows too. `seen` is a guided call,
@@ -109,8 +106,8 @@ def negative_place(
     def tensors(given: Mapping[str, Any], row: int) -> list[Any]:
         return [None if given.get(name) is None else given[name][row] for name in text]
 
-    other = guided(pipeline, size, image, SHORT, stop=each)
-    as_prompt = tensors(pipeline.call([NEGATIVE], size, image, stop=1).inputs[0], 0)
+    other = guided(pipeline, size, None, SHORT, stop=each)
+    as_prompt = tensors(pipeline.call([NEGATIVE], size, stop=1).inputs[0], 0)
     places = [(call, row) for call in range(each) for row in range(rows)]
     changed = [at for at in places if differ(*(tensors(x.inputs[at[0]], at[1]) for x in (seen, other)))]
     unlike = [(call, row) for call, row in changed if differ(tensors(seen.inputs[call], row), as_prompt)]
@@ -118,7 +115,7 @@ def negative_place(
 
 
 def guided(
-    pipeline: Pipeline, size: Size, image: Picture.Image, negative: str = NEGATIVE, *, stop: int = 0
+    pipeline: Pipeline, size: Size, shown: Shown | None = None, negative: str = NEGATIVE, *, stop: int = 0
 ) -> CallRecord:
     """Call the pipeline with guidance."""
     options: dict[str, Any] = {"negative_prompt": negative} if "negative_prompt" in pipeline.names else {}
@@ -128,7 +125,7 @@ def guided(
     scale = next((name for name in ("true_cfg_scale", "guidance_scale") if name in pipeline.names), "")
     options |= {name: SCALE for name in (scale, f"audio_{scale}") if name in pipeline.names}
     try:
-        return pipeline.call([SHORT], size, image, stop=stop, **options)
+        return pipeline.call([SHORT], size, shown, stop=stop, **options)
     finally:
         if guider is not None:
             pipeline.pipe.guider = guider
