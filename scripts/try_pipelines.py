@@ -84,8 +84,8 @@ def opened(folder: Path, call: Mapping[str, Any]) -> Comparison:
     return Comparison(folder, {**call, **size, **instead})
 
 
-def prepared(place: Path, frames: int, *, pictured: bool) -> dict[str, object]:
-    """Write prompts and clips; return the settings that name them."""
+def prepared(place: Path, frames: int, condition: str, clips_of: int) -> dict[str, object]:
+    """Write prompts and clips, whose rows name an image or so many clips as `condition`; return their settings."""
     clips = place / "clips"
     clips.mkdir()
     rows = []
@@ -97,10 +97,12 @@ def prepared(place: Path, frames: int, *, pictured: bool) -> dict[str, object]:
             write_exactly(clips / f"{number}.mkv", clip, 8)
         (clips / f"{number}.txt").write_text(prompt)
         Image.fromarray(clip[0]).save(place / f"{number}.png")
-        rows.append({"prompt": prompt} | ({"image": f"{number}.png"} if pictured else {}))
+        named: object = [f"clips/{1 - number}.mkv"] * clips_of or f"{number}.png"
+        row = {"prompt": prompt} | ({condition: named} if condition else {})
+        rows.append(row | ({"path": f"clips/{number}.mkv"} if clips_of else {}))
     (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompts = place / "prompts.jsonl"
-    return {"prompts": prompts, "validation.prompts": prompts, "data.path": clips}
+    return {"prompts": prompts, "validation.prompts": prompts, "data.path": prompts if clips_of else clips}
 
 
 def trained(made: Comparison, place: Path, method: str, given: Mapping[str, object]) -> str:
@@ -144,7 +146,9 @@ def row_of(name: str, methods: tuple[str, ...]) -> list[str]:
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             also = "; a family of its own opens it" if name.split()[0] in BY_HAND else ""
             return ["", "", f"refused: {kind}{brief(str(error))}{also}"]
-        given = prepared(place, made.size[0], pictured=made.known.pipeline.takes_image)
+        pipeline = made.known.pipeline
+        condition = "condition" if pipeline.takes_image else ""
+        given = prepared(place, made.size[0], condition, len(pipeline.clips) * pipeline.takes_image)
         why = {method: trained(made, place, method, given) for method in methods}
     ran = ", ".join(method for method in methods if not why[method])
     ran += " by a family of its own" if ran and name.split()[0] in BY_HAND else ""

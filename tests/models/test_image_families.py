@@ -55,7 +55,7 @@ from unified_trainer.models.base import Family
 from unified_trainer.models.blueprint import frozen_config
 from unified_trainer.models.diffusers_codec import DiffusersCodec
 from unified_trainer.models.encoders import EncoderConfig
-from unified_trainer.models.pipeline.arguments import LONG
+from unified_trainer.models.pipeline.calls import LONG
 from unified_trainer.models.pipeline.codec import PipelineCodec
 from unified_trainer.models.pipeline.family import pipeline_family
 from unified_trainer.models.pipeline.hunyuan_video15 import with_masks

@@ -46,7 +46,8 @@ GOLDEN = {
     ),
     "SanaPipeline": (
         "latents: hidden_states [8, 16, 24]; time: timestep = 1000 sigma; "
-        "velocity: output; prompt: encoder_hidden_states, encoder_attention_mask"
+        "velocity: output; prompt: encoder_hidden_states, encoder_attention_mask; "
+        "negative prompts are encoded unlike prompts"
     ),
     "QwenImagePipeline": (
         "latents: hidden_states [24, 64]; time: timestep = 1 sigma; "

@@ -54,6 +54,9 @@ class ClassCodec:
     def encode_text(self, prompts):
         return Condition({"label": torch.tensor([int(prompt[-1]) if prompt else ANY for prompt in prompts])})
 
+    def negative(self, prompt):
+        return prompt
+
     def encode_ahead(self, prompts, mesh):
         return "classes need no text encoder"
 

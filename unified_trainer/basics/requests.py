@@ -1,7 +1,7 @@
 """Requests: a text, condition images and actions, of which one sample is made."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,11 +21,13 @@ Pixels = np.ndarray  # uint8 [height, width, 3]
 
 @dataclass(frozen=True, order=True)
 class Image:
-    """A condition image: a file, or pixels in memory. Images of equal content are equal."""
+    """A condition image or clip: a file, or pixels in memory. Images of equal content are equal."""
 
     sha256: str  # of the file, or of shape and pixels
     file: Path | None = field(default=None, compare=False)
-    pixels: Pixels | None = field(default=None, compare=False, repr=False)
+    pixels: Pixels | None = field(default=None, compare=False, repr=False)  # of a clip [frames, height, width, 3]
+    # of the file of a clip: (file, frames, height, width) -> its pixels
+    reader: Callable[[Path, int, int, int], Pixels] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def read(cls, file: Path, place: str) -> "Image":
@@ -44,20 +46,53 @@ class Image:
     def picture(self, height: int, width: int) -> Picture.Image:
         """Return the image in RGB, scaled to cover height and width (Lanczos) and cropped around its center.
 
-        UserError for a file that is gone or damaged, or that changed since it was first read.
+        UserError for a clip, and for a file that is gone or damaged, or that changed since it was first read.
         """
+        if self.is_clip:
+            raise UserError(f"{self.file or 'a condition'} is a clip, and this model takes an image: name an image")
         if self.file is None:
             assert self.pixels is not None  # an image has a file or pixels
             return cover(Picture.fromarray(self.pixels), height, width)
-        check_file(self.file)
-        if hashlib.sha256(self.file.read_bytes()).hexdigest() != self.sha256:
-            raise UserError(f"{self.file} changed since the run read it first: restore it, or start again")
+        self._check_unchanged(self.file)
         with open_picture(self.file, str(self.file)) as opened:
             return cover(to_rgb(opened), height, width)
 
+    @property
+    def is_clip(self) -> bool:
+        """Whether it has frames."""
+        return self.reader is not None or (self.pixels is not None and self.pixels.ndim == 4)
+
+    def frames(self, count: int, height: int, width: int) -> list[Picture.Image]:
+        """Return the first frames of a clip as `picture` returns an image, or an image for each of them.
+
+        UserError for a file that `picture` would refuse, or with fewer frames.
+        """
+        if not self.is_clip:
+            return [self.picture(height, width)] * count
+        pixels = self.pixels
+        if self.reader is not None:
+            assert self.file is not None  # whose reader it is
+            self._check_unchanged(self.file)
+            pixels = self.reader(self.file, count, height, width)
+        assert pixels is not None  # a clip has a reader or pixels
+        return [cover(Picture.fromarray(frame), height, width) for frame in pixels[:count]]
+
+    def first(self, height: int, width: int) -> Picture.Image:
+        """Return what is shown of it: the image, or the first frame."""
+        return self.frames(1, height, width)[0]
+
+    def _check_unchanged(self, file: Path) -> None:
+        check_file(file)
+        if hashlib.sha256(file.read_bytes()).hexdigest() != self.sha256:
+            raise UserError(f"{file} changed since the run read it first: restore it, or start again")
+
     def at(self, height: int, width: int) -> Float[Tensor, "3 h w"]:
         """Return `picture` as a tensor in [0, 1]."""
-        return torch.from_numpy(np.array(self.picture(height, width))).permute(2, 0, 1).float() / 255
+        return _to_tensor(self.picture(height, width))
+
+
+def _to_tensor(picture: Picture.Image) -> Float[Tensor, "3 h w"]:
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 255
 
 
 def cover(
@@ -108,11 +143,11 @@ def identity_of(prompt: str) -> tuple[str, tuple[Image, ...]]:
 
 
 def first_images(prompts: Sequence[str], height: int, width: int) -> Float[Tensor, "b 3 h w"] | None:
-    """Return the first condition image of each prompt in [0, 1], or None if a prompt has none."""
+    """Return the first condition image of each prompt, or frame of a clip, in [0, 1]; None if a prompt has none."""
     images = [prompt.images[0] for prompt in prompts if isinstance(prompt, Prompt) and prompt.images]
     if len(images) < len(prompts) or not images:
         return None
-    at = {image: image.at(height, width) for image in {*images}}
+    at = {image: _to_tensor(image.first(height, width)) for image in {*images}}
     return torch.stack([at[image] for image in images])
 
 
@@ -124,11 +159,6 @@ class Request:
     images: tuple[Image, ...] = ()
     negative: str = ""  # prompt of the unconditional branch of guidance; empty: that of the run
     actions: Actions = NO_ACTIONS
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The prompts that are encoded."""
-        return (self.text, self.negative) if self.negative else (self.text,)
 
     @property
     def prompt(self) -> str:
@@ -149,8 +179,8 @@ class Request:
         return {"images": names} if names else {}
 
     def pictures(self, height: int, width: int) -> tuple[Pixels, ...]:
-        """Return the images as a video of this size has them."""
-        return tuple(np.array(image.picture(height, width)) for image in self.images)
+        """Return the images, and first frames of clips, as a video of this size has them."""
+        return tuple(np.array(image.first(height, width)) for image in self.images)
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> tuple["Request", ...]:

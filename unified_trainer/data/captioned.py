@@ -25,6 +25,7 @@ PICTURES = (".jpeg", ".jpg", ".png", ".webp")  # of a folder without videos
 MEDIA = (*VIDEOS, *PICTURES)
 PATHS = ("path", "video", "file_name", "file", "video_path", "image", "image_path")  # column that names the videos
 CAPTIONS = ("caption", "text", "prompt", "cap", "captions")
+CONDITIONS = ("condition", "conditions")  # column that names condition images or clips: one, or a list
 STARTS, ENDS = ("start", "start_time"), ("end", "end_time")  # columns of seconds
 BESIDE = (".txt", ".caption")  # endings of the text beside a video
 LISTS = ("videos.txt", "video.txt", "images.txt", "image.txt")  # a path in each line
@@ -49,6 +50,7 @@ class CaptionedVideo:
     holder: Path | None = None  # the .tar or .parquet file
     contents: Callable[[], bytes] | None = field(default=None, compare=False)  # of the holder
     actions: Actions = NO_ACTIONS
+    conditions: tuple[Path, ...] = ()  # files of condition images or clips; without any, an image is the first frame
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -185,7 +187,11 @@ def _listed(file: Path, folder: Path, root: Path, key: str, columns: Columns) ->
         name = os.path.normpath(os.path.join(os.path.relpath(folder, root), path))
         actions = Actions.read(row.get(ACTIONS), file.parent, f"{key} {file}: {where}")
         holder = file if contents else None
-        video = CaptionedVideo(name, folder / path, holder=holder, contents=contents, actions=actions)
+        named = texts_of(next((row[name] for name in CONDITIONS if name in row), None), f"{key} {file}: {where}")
+        conditions = tuple(file.parent / name for name in named)
+        video = CaptionedVideo(
+            name, folder / path, holder=holder, contents=contents, actions=actions, conditions=conditions
+        )
         videos.append(_from_start(_captioned(video, value), row))
     return videos
 
@@ -207,7 +213,7 @@ def _table_rows(file: Path, key: str, columns: Columns) -> Iterator[Row]:
     """Yield the rows of a table; a .parquet file may hold the videos themselves."""
     schema = pq.read_schema(file) if file.suffix == ".parquet" and not is_encoded(file) else ()
     packed = {field.name: None for field in schema if pa.types.is_struct(field.type) or field.type in BYTES}
-    wanted = {*PATHS, *CAPTIONS, *STARTS, *ENDS, ACTIONS, *columns} - packed.keys()
+    wanted = {*PATHS, *CAPTIONS, *CONDITIONS, *STARTS, *ENDS, ACTIONS, *columns} - packed.keys()
     rows = read_rows(file, key, wanted, endings=MEDIA)
     held = packed | dict.fromkeys(name for _, row in rows for name in row)
     place = f"{key} {file}: {rows[0][0] if rows else ''}"

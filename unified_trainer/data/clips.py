@@ -71,7 +71,7 @@ class Clips:
     prompts: tuple[str, ...]
     encoded: Float[Tensor, "n c t h w"]
     less_preferred: Float[Tensor, "n c t h w"] | None = None  # of a source of pairs
-    first_frames: tuple[Image, ...] = ()  # of the clips, where they are condition images
+    images: tuple[tuple[Image, ...], ...] = ()  # condition images of the clips, where they have some
     actions: tuple[Actions, ...] = ()  # of the clips, where they have some
     clip_of: tuple[int, ...] = ()  # the clip of each row; by default that of the row's own number
 
@@ -82,7 +82,7 @@ class Clips:
         """Return the caption of a row, its condition images and its actions."""
         clip = self._clips([index])[0]
         actions = self.actions[clip] if self.actions else NO_ACTIONS
-        return Request(self.prompts[index], self.first_frames[clip : clip + 1], actions=actions)
+        return Request(self.prompts[index], self.images[clip] if self.images else (), actions=actions)
 
     def latents(self, indices: list[int]) -> Float[Tensor, "b c t h w"]:
         """Return the normalised latents of these rows."""
@@ -132,7 +132,7 @@ def render_clips(
     parts = [drawn[i : i + ENCODE_BATCH] for i in range(0, len(drawn), ENCODE_BATCH)]
     encoded = torch.cat([codec.encode(render(part)) for part in parts])
     shown = parts if first_frames else []
-    images = tuple(Image.of(frame) for part in shown for frame in _first_frames(render(part)))
+    images = tuple((Image.of(frame),) for part in shown for frame in _first_frames(render(part)))
     return Clips(captions, encoded, encoded.roll(-1, 0) if pairs else None, images)
 
 

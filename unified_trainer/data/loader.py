@@ -172,7 +172,8 @@ class Loader:
         rows = self._rows_before(steps)
         if self._stored is not None:
             rows = self._stored.to_encode(rows)
-        return [self._negative_prompt, *(text for row in rows for text in self._source.request(row).texts)]
+        requests = [self._source.request(row) for row in rows]
+        return [self._codec.negative(self._negative_prompt), *texts_of(self._codec, requests)]
 
     def further(self, step: int, skip: int, count: int) -> list[int]:
         """Return up to `count` rows outside the step's batch, after the first `skip` of them; none is repeated."""
@@ -250,6 +251,12 @@ class Loader:
         return generator(self._seed, name, step).choice(len(chance), count, replace=False, p=chance).tolist()
 
 
+def texts_of(codec: Codec, requests: Iterable[Request]) -> list[str]:
+    """Return the texts of requests that are encoded."""
+    negatives = [[codec.negative(request.negative)] if request.negative else [] for request in requests]
+    return [text for request, more in zip(requests, negatives, strict=True) for text in (request.text, *more)]
+
+
 def make_batch(
     codec: Codec,
     requests: Sequence[Request],
@@ -271,7 +278,7 @@ def make_batch(
     if cond is None:
         cond = conditions_of(codec, requests, latent_shape)
     cond = with_actions(cond, requests)
-    negatives = [request.negative or negative_prompt for request in requests]
+    negatives = [codec.negative(request.negative or negative_prompt) for request in requests]
     if isinstance(codec, JointEncoder):
         without = [replace(request, text=text) for request, text in zip(requests, negatives, strict=True)]
         uncond = codec.encode_requests(without, latent_shape)

@@ -14,6 +14,7 @@ FILE = "negative_prompt.safetensors"  # metadata: the prompt, and the fingerprin
 def write_negative_prompt(folder: Path, prompt: str, codec: Codec) -> None:
     """Write the tensors of a prompt atomically, with the fingerprint of what made them."""
     building = folder / f"{FILE}.tmp"
+    prompt = codec.negative(prompt)
     write_tensors(building, codec.prompts([prompt])[0], {"prompt": prompt, "text_encoder": codec.text_fingerprint})
     building.replace(folder / FILE)
 
@@ -25,6 +26,7 @@ def use_negative_prompt(folder: Path, prompt: str, codec: Codec) -> bool:
     """
     if not (folder / FILE).is_file():
         return False
+    prompt = codec.negative(prompt)
     try:
         with safe_open(folder / FILE, "pt") as file:
             metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.offset_keys()}

@@ -9,16 +9,17 @@ from typing import Any
 from unified_trainer.basics.actions import ACTIONS, Actions
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.input_files import read_text
-from unified_trainer.basics.requests import Image, Request
-from unified_trainer.data.captioned import MEDIA, find_videos, lists_videos
+from unified_trainer.basics.requests import Request
+from unified_trainer.data.captioned import CONDITIONS, MEDIA, find_videos, lists_videos
 from unified_trainer.data.folders import files_below
 from unified_trainer.data.stored_prompts import parquet_files
 from unified_trainer.data.tables import TABLES, lines_of, read_texts, refuse_unreadable, texts_of
 from unified_trainer.data.tiny_world import HELD_OUT, PHRASINGS, SUBJECTS
+from unified_trainer.data.video_reader import read_condition
 from unified_trainer.models import hub
 
 COLUMNS = ("prompt", "caption", "text", "cap", "prompt_en")  # of a table, unless the settings name another
-IMAGES = ("image", "images")  # columns of paths of condition images: one, or a list
+IMAGES = ("image", "images", *CONDITIONS)  # columns of paths of condition images or clips: one, or a list
 NEGATIVES = ("negative_prompt",)  # column of prompts of the unconditional branch; empty: that of the run
 SUFFIXES = (".txt", *TABLES)  # a text that ends so names a file
 Row = tuple[str, str, dict[str, Any], Path]  # its place, such as "line 3", text, other columns, and folder of its files
@@ -78,18 +79,19 @@ class PromptFile:
         return self.prompts if self.places else (), self.places.__getitem__
 
 
-def prompts_of(path: str, tiny: tuple[str, ...], key: str, column: str, *, images: bool = False) -> PromptFile:
+def prompts_of(path: str, tiny: tuple[str, ...], key: str, column: str, *, images: float = 0) -> PromptFile:
     """Return the captions `tiny` for the path "tiny", otherwise the prompts of that file; see `read_prompts`."""
     if path == "tiny":
         return PromptFile(Request.of(tiny))
     return read_prompts(hub.local_file(path, key), key, column, images=images)
 
 
-def read_prompts(file: Path, key: str = "--prompts", column: str = "", *, images: bool = False) -> PromptFile:
+def read_prompts(file: Path, key: str = "--prompts", column: str = "", *, images: float = 0) -> PromptFile:
     """Read the lines of a text file, a column of a .json, .jsonl, .csv or .parquet file, or the captions of a folder.
 
-    A folder holds .parquet files, or videos with captions. With `images`, the column `image` of a table, or its column
-    `images` of lists, names the condition images of each prompt, relative to the folder of the table. A column
+    A folder holds .parquet files, or videos with captions. With `images`, the column `image` or `condition` of a
+    table, or its column `images` of lists, names the condition images of each prompt, relative to the folder of the
+    table, or clips, which have that many frames per second. A column
     `actions` holds the actions of each prompt, or names their files. Blank lines and repeated rows, of equal text,
     images, negative prompt and actions, are skipped and counted in the note. `key` is the setting that names the file,
     for messages. Raise UserError, naming file and line, for a file that cannot be read or holds no prompt.
@@ -111,7 +113,7 @@ def read_prompts(file: Path, key: str = "--prompts", column: str = "", *, images
             negative = " ".join(_texts(row, NEGATIVES, place))
             refuse_unreadable(negative, place)
             named = _texts(row, IMAGES, place) if images else ()
-            images_of = tuple(Image.read(folder / name, place) for name in named)
+            images_of = tuple(read_condition(folder / name, place, images) for name in named)
             request = Request(text, images_of, negative, Actions.read(row.get(ACTIONS), folder, place))
             requests.setdefault(request, place)
     if not requests:
@@ -127,7 +129,7 @@ def _texts(row: Mapping[str, Any], names: Sequence[str], place: str) -> list[str
     return texts_of(next((row[name] for name in names if name in row), None), place)
 
 
-def _rows_of_folder(folder: Path, key: str, column: str, *, images: bool) -> list[Row]:
+def _rows_of_folder(folder: Path, key: str, column: str, *, images: float) -> list[Row]:
     """Return the rows of the folder's parquet files, or without any the caption of each video."""
     if files := parquet_files(folder):
         named = ((file.relative_to(folder), _rows(file, key, column, images=images)) for file in files)
@@ -138,7 +140,7 @@ def _rows_of_folder(folder: Path, key: str, column: str, *, images: bool) -> lis
     return [(video.name, caption, {}, folder) for video in videos for caption in video.captions or ("",)]
 
 
-def _rows(file: Path, key: str, column: str, *, images: bool) -> list[Row]:
+def _rows(file: Path, key: str, column: str, *, images: float) -> list[Row]:
     """Return the place, the text and the other columns of each row."""
     if file.suffix in TABLES:
         more = {*NEGATIVES, ACTIONS, *(IMAGES if images else ())}

@@ -10,9 +10,9 @@ from unified_trainer.data.buckets import BucketClips, Sizes
 from unified_trainer.data.captioned import MEDIA, CaptionedVideo, Columns, find_videos, is_encoded, lists_videos
 from unified_trainer.data.clips import Clips, VideoConfig
 from unified_trainer.data.folders import files_below
-from unified_trainer.data.media import VideoError
+from unified_trainer.data.media import Clip, VideoError
 from unified_trainer.data.tables import TABLES
-from unified_trainer.data.video_reader import read_clips, to_video
+from unified_trainer.data.video_reader import SMALL, read_clips, read_condition, to_video
 from unified_trainer.models.base import Codec
 
 WORKERS = 4  # threads that decode
@@ -48,16 +48,16 @@ def encode_videos(
 ) -> Clips:
     """Decode and encode a clip of each video; VideoError names those that cannot be used.
 
-    With `first_frames` the first frames of the clips are condition images.
+    With `first_frames` the condition images of a clip are those that its row names, or else its first frame.
     """
-    encoded, faults, images = [], [], list[Image]()
+    encoded, faults, images = [], [], list[tuple[Image, ...]]()
     videos = checked_videos(path, size, columns)
-    for _, clip in read_clips(videos, size, WORKERS):
+    for video, clip in read_clips(videos, size, WORKERS):
         if isinstance(clip, VideoError):
             faults.append(str(clip))
         elif not faults:
             encoded.append(codec.encode(to_video(clip.frames)).cpu())
-            images += [Image.of(clip.frames[0].copy())] if first_frames else []
+            images += [_conditions(video, clip, size)] if first_frames else []
     _refuse(path, faults)
     clip_of = tuple(number for number, video in enumerate(videos) for _ in video.captions)
     captions = tuple(caption for video in videos for caption in video.captions)
@@ -65,6 +65,16 @@ def encode_videos(
     if len({x.shape for x in encoded}) > 1:
         return BucketClips(captions, [x[0] for x in encoded], None, tuple(images), actions, clip_of)
     return Clips(captions, torch.cat(encoded), None, tuple(images), actions, clip_of)
+
+
+def _conditions(video: CaptionedVideo, clip: Clip, size: VideoConfig | Sizes) -> tuple[Image, ...]:
+    if not video.conditions:
+        return (Image.of(clip.frames[0].copy()),)
+    fps = (size if isinstance(size, VideoConfig) else size[0]).fps
+    named = tuple(read_condition(file, f"data.path: the condition of {video.name}:", fps) for file in video.conditions)
+    for image in named:
+        image.frames(len(clip.frames), *SMALL)
+    return named
 
 
 def _refuse(path: Path, faults: Sequence[str]) -> None:

@@ -1,11 +1,13 @@
 """Reading videos: the first frames of a file, at a rate and a size of one's own."""
 
+import hashlib
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import av
@@ -14,12 +16,14 @@ import torch
 from PIL import Image
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import check_file
 from unified_trainer.basics.pictures import MOST_PIXELS, open_picture, to_rgb
+from unified_trainer.basics.requests import Image as Condition
 from unified_trainer.basics.requests import cover
 from unified_trainer.basics.types import Video
 from unified_trainer.data import media
 from unified_trainer.data.buckets import Sizes, fitting
-from unified_trainer.data.captioned import PICTURES, CaptionedVideo
+from unified_trainer.data.captioned import PICTURES, VIDEOS, CaptionedVideo
 from unified_trainer.data.clips import VideoConfig
 from unified_trainer.data.color import to_sdr
 from unified_trainer.data.media import Clip, DamagedError, Fact, Facts, TooShortError, VideoError
@@ -29,6 +33,7 @@ CONTAINERS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi", "
 # Decoders that conceal damage without a word unless they may raise. H.264's reports it, and would refuse whole videos
 # that were cut at an open group of pictures.
 MAY_RAISE = ("hevc", "mjpeg")
+SMALL = (16, 16)  # height and width of a clip that is decoded to see whether it can be
 ROUNDING = Fraction(1, 500)  # seconds by which a container may round time stamps
 
 
@@ -50,6 +55,26 @@ def inspect_clip(file: Path, size: VideoConfig, start: float = 0.0) -> Clip:
             return _sample(file, container, stream, size, start)
     except (av.FFmpegError, OSError) as error:
         raise DamagedError(f"{file}: cannot be decoded ({error.strerror})") from error
+
+
+def read_condition(file: Path, place: str, fps: float) -> Condition:
+    """Return a condition image, or a clip of so many frames per second, by the ending of a file.
+
+    UserError, which begins with `place`, for a file that cannot be read.
+    """
+    if file.suffix.lower() not in VIDEOS:
+        return Condition.read(file, place)
+    check_file(file, place)
+    clip = Condition(hashlib.sha256(file.read_bytes()).hexdigest(), file, reader=partial(_frames, fps=fps))
+    try:
+        clip.first(*SMALL)
+    except VideoError as error:
+        raise UserError(f"{place} {error}") from error
+    return clip
+
+
+def _frames(file: Path, frames: int, height: int, width: int, *, fps: float) -> np.ndarray:
+    return inspect_clip(file, VideoConfig(frames, height, width, fps)).frames
 
 
 def _image(file: Path, size: VideoConfig) -> Clip:

@@ -199,6 +199,10 @@ class Codec(Protocol):
     def text_difference(self, prompt: str, tensors: Prompt) -> float:
         """Return how far stored tensors are from those of the prompt: see `models.prompt_tensors.difference`."""
 
+    def negative(self, prompt: str) -> str:
+        """Return the text by which the functions above know a prompt of the unconditional branch."""
+        return prompt
+
     def encode_ahead(self, prompts: Sequence[str], mesh: Mesh) -> str:
         """Encode prompts that will be needed, each rank a share, and remove the text encoder from memory.
 
@@ -298,6 +302,8 @@ class Family:
     published_adapter: Callable[[Mapping[str, Tensor], float], dict[str, Tensor]] = diffusers_adapter
     # folder -> the fewest and the most condition images of a sample; reads configs only
     images: Callable[[Path], tuple[int, int]] = lambda folder: (0, 0)
+    # folder -> the arguments of the pipeline's call that take these as clips; empty: they are images
+    clips: Callable[[Path], tuple[str, ...]] = lambda folder: ()
     # (folder, latent shape) -> shapes, by name, of what `encode_images` makes of a sample's image, if files of encoded
     # clips hold it; empty where a clip's latents hold its first frame, and where the family takes no image
     image_tensors: Callable[[Path, Shape], Mapping[str, tuple[int, ...]]] = lambda folder, latent_shape: {}

@@ -54,15 +54,15 @@ class ImageTensors:
         self,
         images: Sequence[tuple[Image, ...]],
         latent_shape: Shape,
-        encode: Callable[[Image, Shape], Mapping[str, Tensor]],
+        encode: Callable[[tuple[Image, ...], Shape], Mapping[str, Tensor]],
     ) -> Condition:
-        """Return the condition, on the CPU, of samples of one image each, as `encode` makes a row of it.
+        """Return the condition, on the CPU, of samples with images, as `encode` makes a row of them.
 
-        UserError where a sample has another number of images.
+        UserError where some samples have more images than others.
         """
-        if any(len(images_of_request) != 1 for images_of_request in images):
+        if len({len(images_of_request) for images_of_request in images}) > 1:
             raise UserError("some samples of a batch have a condition image and others have none: give each row one")
-        rows = [self.get((image.sha256, *latent_shape), partial(encode, image, latent_shape)) for (image,) in images]
+        rows = [self.get((given, latent_shape), partial(encode, given, latent_shape)) for given in images]
         return Condition({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
 
     def get(self, key: Hashable, make: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:

@@ -17,7 +17,7 @@ MOST_PIXELS = 2**24  # of one image
 
 def images_to_json(images: Sequence[Image], height: int, width: int) -> list[str]:
     """Return images as JSON, as a video of this size has them; nothing is rounded."""
-    return [_png(image.picture(height, width)) for image in images]
+    return [_png(image.first(height, width)) for image in images]
 
 
 def images_from_json(files: object, count: int) -> list[Image]:

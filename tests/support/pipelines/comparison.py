@@ -13,7 +13,6 @@ import diffusers
 import numpy as np
 import torch
 from helpers import ALONE, CPU
-from PIL import Image as Picture
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -58,17 +57,21 @@ class Comparison:
         return pipeline
 
     @cached_property
-    def picture(self) -> Picture.Image | None:
-        """The condition image, where the pipeline needs one."""
+    def images(self) -> tuple[Image, ...]:
+        """The condition image, or clips, where the pipeline needs some."""
         shape = (self.size[1], self.size[2], 3)
-        drawn = Picture.fromarray(np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8))
-        return drawn if self.known.pipeline.takes_image else None
+        draw, pipeline = np.random.default_rng(0), self.known.pipeline
+        if not pipeline.takes_image:
+            return ()
+        if not pipeline.clips:
+            return (Image.of(draw.integers(0, 255, shape, dtype=np.uint8)),)
+        clip, mask = (draw.integers(0, high, (self.size[0], *shape), dtype=np.uint8) for high in (255, 2))
+        return (Image.of(clip), Image.of(mask * 255))[: len(pipeline.clips)]
 
     @cached_property
     def condition(self) -> Condition:
         """The conditions of both prompts."""
-        images = () if self.picture is None else (Image.of(np.array(self.picture)),)
-        return conditions_of(self.codec, [Request(text, images) for text in PROMPTS], self.facts.shape)
+        return conditions_of(self.codec, [Request(text, self.images) for text in PROMPTS], self.facts.shape)
 
     @cached_property
     def walks(self) -> Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -112,7 +115,11 @@ class Comparison:
         given = {name: self.size[place] for name, place in places.items() if name in names} | self.facts.no_guidance
         given |= {"max_area": self.size[1] * self.size[2]} if "max_area" in names else {}
         given |= {"guidance_scale": float(names["guidance_scale"].default)} if self.facts.guidance else {}
-        return given | ({self.known.pipeline.image: self.picture} if self.picture is not None else {})
+        pipeline = self.known.pipeline
+        shown = pipeline.shown(self.images, self.size) if self.images else ()
+        if isinstance(shown, tuple):
+            return given | dict(zip(pipeline.clips, shown, strict=False))
+        return given | {pipeline.image: shown}
 
     def difference(self) -> tuple[float, float]:
         """The largest difference of latents, in parts of the largest latent, and that of pixels in 0 to 1."""

@@ -5,16 +5,22 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from PIL import Image as Picture
 from torch import Tensor, nn
 
-from unified_trainer.models.pipeline.calls import SHORT, CallRecord, Pipeline, ProbeError
+from unified_trainer.models.pipeline.calls import (
+    OTHER_COLORS,
+    SHORT,
+    CallError,
+    CallRecord,
+    Pipeline,
+    ProbeError,
+    Shown,
+)
 from unified_trainer.models.pipeline.latents import FoundLatents
 from unified_trainer.models.pipeline.values import Size, differ, made_of, nested, of_tensors, rows_of, stacked
 from unified_trainer.models.prompt_tensors import Shapes
 
 ROWS = " rows"  # behind the name of a padded argument: how many of its rows a prompt has
-LONG = 'a red circle and a blue square above the words "moving left", ' * 100  # longer than any pipeline takes
 
 
 @dataclass(frozen=True)
@@ -51,16 +57,14 @@ class FoundArguments:
         cls,
         pipeline: Pipeline,
         size: Size,
-        images: tuple[Picture.Image, Picture.Image],
         one: CallRecord,
         latents: FoundLatents,
         known: set[str],
     ) -> Self:
         """Compare calls with another prompt and another image; `known` are further arguments that are known."""
-        image, other_image = images
 
-        def called(prompts: Sequence[str], picture: Picture.Image = image) -> dict[str, Any]:
-            given = pipeline.call(prompts, size, picture, stop=True).inputs[0]
+        def called(prompts: Sequence[str], shown: Shown | None = None) -> dict[str, Any]:
+            given = pipeline.call(prompts, size, shown, stop=1).inputs[0]
             starts.append(latents.of_step(latents.of_argument(given)[:1]))
             return apart(given)
 
@@ -72,22 +76,26 @@ class FoundArguments:
         for later in steps[1:]:
             if changed := [name for name in sorted({*steps[0], *later}) if differ(steps[0].get(name), later.get(name))]:
                 raise pipeline.refuse(f"changes {', '.join(changed)} from step to step beside latents and time")
-        first, long = steps[0], called([LONG])
+        try:
+            first, long = steps[0], called([pipeline.long])
+        except CallError:  # of a pipeline that cuts no prompts
+            pipeline.long = pipeline.long[: len(pipeline.long) // 20]
+            first, long = steps[0], called([pipeline.long])
         rows = {name for name, value in first.items() if rows_of(value) == 1}
         _check_two(pipeline, one.inputs[0])
         long |= {name: _all_marked(value) for name, value in first.items() if long.get(name) is None}
         prompts = [SHORT]
         if alone := any(isinstance(first[name], Tensor) and first[name].shape != long[name].shape for name in rows):
             try:
-                padded = called([SHORT, LONG]), called([LONG, LONG])
+                padded = called([SHORT, pipeline.long]), called([pipeline.long] * 2)
             except ProbeError:  # of a pipeline of one prompt at a time
                 padded = {}, {}
             if not (alone := not _marked(*padded)):
                 rows |= {name for name, x in padded[0].items() if isinstance(x, Tensor) and first.get(name) is None}
-                (first, long), prompts = padded, [SHORT, LONG]
+                (first, long), prompts = padded, [SHORT, pipeline.long]
                 long |= {name: torch.ones_like(first[name]) for name in rows if long.get(name) is None}
         starts.clear()
-        seen = called(prompts, other_image)
+        seen = called(prompts, pipeline.uniform(size, *OTHER_COLORS))
         parts = {name: part for name, part in pipeline.pipe.components.items() if isinstance(part, nn.Module)}
         answers = {name: dict[str, Any]() for name in ["", *parts] if pipeline.takes_image or not name}
         for name in answers:  # all networks answer otherwise, and each alone

@@ -4,11 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image as Picture
 from torch import Tensor, nn
 
 from unified_trainer.models.blueprint import Blueprint
-from unified_trainer.models.pipeline.arguments import LONG
 from unified_trainer.models.pipeline.known import known
 from unified_trainer.models.pipeline.model import PipelineModel, model_kind
 from unified_trainer.models.pipeline.opening import NETWORKS, component_classes
@@ -61,7 +59,7 @@ def blueprint(folder: Path) -> Blueprint:
         hooks = [module.register_forward_hook(note) for module in modules if isinstance(module, nn.Linear)]
         try:
             with pipeline.memory.every_layer():
-                pipeline.call([LONG], facts.size, Picture.new("RGB", facts.size[:0:-1]), stop=True)
+                pipeline.call([pipeline.long], facts.size, stop=1)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -17,10 +17,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import tree_map
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.requests import Image
 from unified_trainer.models.pipeline.values import Size, flat
 from unified_trainer.models.pipeline.without_memory import WithoutMemory
 
 SHORT = "a cat"
+LONG = 'a red circle and a blue square above the words "moving left", ' * 100  # longer than any pipeline takes
 STEPS = 4  # of a call: enough to tell a line from a curve
 OFF = {"guidance_scale": 1.0, "true_cfg_scale": 1.0, "guidance_rescale": 0.0, "stg_scale": 0.0}
 OFF |= {"use_resolution_binning": False, "_auto_resize": False}  # the size is what was asked for
@@ -28,8 +30,12 @@ OFF |= {"enable_prompt_rewrite": False, "use_pe": False}  # prompts of its own, 
 OFF |= {"sample_audio": False, "modality_scale": 1.0}
 OFF |= {"audio_guidance_scale": 1.0, "audio_guidance_rescale": 0.0, "audio_stg_scale": 0.0, "audio_modality_scale": 1.0}
 SIZES = {"num_frames": 0, "frames": 0, "height": 1, "width": 2}  # arguments of the call, and their place in a size
+Color = tuple[int, int, int]
+COLORS, OTHER_COLORS = ((200, 30, 30), (0, 0, 0)), ((30, 90, 200), (255, 255, 255))  # of an image or clip, and a mask
 VAES = ("vae", "audio_vae")  # of the video and of its sound
 IMAGES = ("image", "control_image")  # arguments of the call that may be a sample's condition image
+CLIPS = ("video", "control_video")  # and a list of frames, behind which a mask of what is made anew may follow
+Shown = Picture.Image | tuple[list[Picture.Image], ...]  # a sample's image, or its clips
 
 
 class ProbeError(UserError):
@@ -95,8 +101,23 @@ class Pipeline:
         self.names = inspect.signature(type(pipe).__call__).parameters
         self.makes_videos = bool({"num_frames", "frames"} & self.names.keys())
         self.no_guidance = {name: value for name, value in OFF.items() if name in self.names}
-        self.image = next((name for name in IMAGES if name in self.names), "")
+        self.long = LONG
+        plain = [(name, one) for name, one in self.names.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+        self._needed = [name for name, one in plain if one.default is one.empty and name not in ("self", "prompt")]
+        self.image = next((name for name in (*IMAGES, *CLIPS) if name in self.names), "")
+        self.clips = tuple(n for n in (self.image, "mask") if n in self.names) if self.image in CLIPS else ()
         self.takes_image = bool(self.image) and self.names[self.image].default is inspect.Parameter.empty
+
+    def shown(self, images: Sequence[Image], size: Size) -> Shown:
+        """Return the condition images or clips of a sample as the call takes them."""
+        if not self.clips:
+            return images[0].picture(*size[1:])
+        return tuple(image.frames(*size) for image in images)
+
+    def uniform(self, size: Size, *colors: Color) -> Shown:
+        """Return an image of the first color, or clips of these colors."""
+        pictures = [Picture.new("RGB", size[:0:-1], color) for color in colors]
+        return tuple([picture] * size[0] for picture in pictures[: len(self.clips)]) if self.clips else pictures[0]
 
     def refuse(self, why: str) -> ProbeError:
         """Return the error of a pipeline that cannot be trained, which names it."""
@@ -120,22 +141,26 @@ class Pipeline:
         self,
         prompts: Sequence[str],
         size: Size,
-        image: Picture.Image | None,
+        shown: Shown | None = None,
         *,
         latents: Sequence[Tensor] = (),
-        stop: bool = False,
+        stop: int = 0,
         **options: Any,
     ) -> CallRecord:
-        """Call the pipeline; ProbeError for a call that fails.
+        """Call the pipeline, by default with an image, or clips, of one color; ProbeError for a call that fails.
 
         `latents`, of the video and of its sound, are what each of two solver steps returns, up to the decoding of the
-        last of them. With `stop` the call ends at the network's first call.
+        last of them. With `stop` the call ends at that call of the network, counted from 1.
         """
         given: dict[str, Any] = dict(self.no_guidance)
         given |= {name: size[place] for name, place in SIZES.items() if name in self.names}
         given |= {"max_area": size[1] * size[2]} if "max_area" in self.names else {}
-        given |= {self.image: image} if self.takes_image else {}
+        if self.takes_image:
+            shown = shown or self.uniform(size, *COLORS)
+            given |= dict(zip(self.clips, shown, strict=False)) if isinstance(shown, tuple) else {self.image: shown}
         given |= options
+        if lacks := [name for name in self._needed if name not in given]:
+            raise self.refuse(f"needs {', '.join(lacks)}, which rows of prompts do not hold")
         given["output_type"] = "pt" if latents else "latent"
         given["num_inference_steps"] = 2 if latents else STEPS
         seen, text = CallRecord(), prompts[0] if len(prompts) == 1 else list(prompts)
@@ -161,7 +186,7 @@ class Pipeline:
         return seen
 
     @contextmanager
-    def _watched(self, seen: CallRecord, samples: int, latents: Sequence[Tensor], *, stop: bool) -> Iterator[None]:
+    def _watched(self, seen: CallRecord, samples: int, latents: Sequence[Tensor], *, stop: int) -> Iterator[None]:
         scheduler, kind = self.pipe.scheduler, type(self.pipe.scheduler)
         euler, set_timesteps = kind.step, kind.set_timesteps
 
@@ -172,7 +197,7 @@ class Pipeline:
                 given = flat(signature.bind(*inputs, **named).arguments, samples)
                 # pipelines may go on to write into tensors that they gave
                 seen.inputs.append(tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, given))
-                if stop:
+                if len(seen.inputs) == stop:
                     raise _Reached
                 output = forward(*inputs, **named)
                 seen.outputs.append(output)

@@ -11,7 +11,6 @@ import diffusers
 import torch
 import transformers
 from jaxtyping import Float
-from PIL import Image as Picture
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
@@ -24,9 +23,10 @@ from unified_trainer.models.folder import check_described, fingerprint, no_progr
 from unified_trainer.models.frozen_codec import FrozenCodec
 from unified_trainer.models.frozen_network import FrozenNetwork, channels_last
 from unified_trainer.models.image_tensors import ImageTensors
-from unified_trainer.models.pipeline.arguments import LONG, ROWS
-from unified_trainer.models.pipeline.calls import SHORT, Pipeline
+from unified_trainer.models.pipeline.arguments import ROWS
+from unified_trainer.models.pipeline.calls import SHORT, Pipeline, Shown
 from unified_trainer.models.pipeline.facts import Facts
+from unified_trainer.models.pipeline.guidance import guided
 from unified_trainer.models.pipeline.known import known
 from unified_trainer.models.pipeline.latents import KNOWN
 from unified_trainer.models.pipeline.opening import NETWORKS, component_classes
@@ -38,6 +38,7 @@ from unified_trainer.models.prompt_tensors import stack
 from unified_trainer.parallel.device import rounds_products
 from unified_trainer.parallel.mesh import Mesh
 
+UNLIKE = "\0negative: "  # before a text that is encoded as a negative prompt
 SOUND_PARTS = ("audio_vae", "vocoder")
 OTHER_PARTS = ("vae", "image_encoder", *SOUND_PARTS)  # components that encode no prompts
 
@@ -127,21 +128,29 @@ class PipelineCodec(FrozenCodec):
             )
         return Condition(tensors).map(lambda x: x.to(self._device, non_blocking=True))
 
+    def negative(self, prompt: str) -> str:
+        return UNLIKE + prompt if self._facts.negative else prompt
+
     def _embed(self, prompts: Sequence[str]) -> Generator[Prompt, None, None]:
-        black = Picture.new("RGB", (self._facts.size[2], self._facts.size[1]))
         with self._calling(self._text_networks()) as pipeline:
             for prompt in prompts:
-                yield self._row(pipeline, self._facts, prompt, black)
+                yield self._row(pipeline, self._facts, prompt)
 
-    def _row(self, pipeline: Pipeline, facts: Facts, prompt: str, picture: Picture.Image) -> dict[str, Tensor]:
-        """Return the tensors of a prompt, which a pipeline may read together with a picture."""
-        both = [prompt, LONG] if facts.arguments.paired else [prompt]
-        given = facts.latents.apart(pipeline.call(both, facts.size, picture, stop=True).inputs[0])
-        self._check_constants(facts, given, prompt)
+    def _row(self, pipeline: Pipeline, facts: Facts, prompt: str, shown: Shown | None = None) -> dict[str, Tensor]:
+        """Return the tensors of a prompt, which a pipeline may read together with an image."""
+        call, place = (facts.negative or (0, 0)) if prompt.startswith(UNLIKE) else (0, 0)
+        if prompt.startswith(UNLIKE):
+            seen = guided(pipeline, facts.size, shown, prompt.removeprefix(UNLIKE), stop=call + 1)
+        else:
+            both = [prompt, pipeline.long] if facts.arguments.paired else [prompt]
+            seen = pipeline.call(both, facts.size, shown, stop=1)
+        given = facts.latents.apart(seen.inputs[call])
+        if not call | place:
+            self._check_constants(facts, given, prompt)
         tensors: dict[str, Tensor] = {}
         for name, argument in facts.arguments.text.items():
             # a mask that is left out marks all rows
-            row = torch.ones(argument.shape) if given.get(name) is None else given[name][0]
+            row = torch.ones(argument.shape) if given.get(name) is None else given[name][place]
             tensors[name] = row.to(argument.dtype).cpu()
             if argument.listed:
                 tensors[name + ROWS] = torch.tensor(len(row))
@@ -169,7 +178,7 @@ class PipelineCodec(FrozenCodec):
 
     def encode_images(self, images: Sequence[tuple[Image, ...]], latent_shape: Shape) -> Condition:
         """Return the network's arguments that follow from each sample's image."""
-        return self._images.condition(images, latent_shape, self._encode_image).map(lambda x: x.to(self._device))
+        return self._images.condition(images, latent_shape, self._encode_shown).map(lambda x: x.to(self._device))
 
     def first_frames(self, latents: Latents) -> Condition:
         facts = self._of(latents)
@@ -177,11 +186,11 @@ class PipelineCodec(FrozenCodec):
             raise UserError(f"{self.folder}: this network needs the first frames of clips, not their latents")
         return Condition({KNOWN: latents[:, :, : facts.latents.known]})
 
-    def _encode_image(self, image: Image, latent_shape: Shape) -> dict[str, Tensor]:
+    def _encode_shown(self, images: tuple[Image, ...], latent_shape: Shape) -> dict[str, Tensor]:
         facts = self._known.of_shape(latent_shape)
-        picture, arguments = image.picture(*facts.size[1:]), facts.arguments
+        shown, arguments = self._known.pipeline.shown(images, facts.size), facts.arguments
         with self._calling(arguments.image_parts) as pipeline:
-            given = facts.latents.apart(pipeline.call([SHORT], facts.size, picture, stop=True).inputs[0])
+            given = facts.latents.apart(pipeline.call([SHORT], facts.size, shown, stop=1).inputs[0])
         return {name: given[name][0].to(argument.dtype).cpu() for name, argument in arguments.images.items()}
 
     # Latents
@@ -259,7 +268,7 @@ class JointCodec(PipelineCodec):
     def _together(self, request: Request, latent_shape: Shape) -> dict[str, Tensor]:
         facts = self._known.of_shape(latent_shape)
         with self._calling(self._text_networks()) as pipeline:
-            return self._row(pipeline, facts, request.text, request.images[0].picture(*facts.size[1:]))
+            return self._row(pipeline, facts, request.text, pipeline.shown(request.images, facts.size))
 
     def prompts(self, prompts: Sequence[str]) -> list[Prompt]:
         raise UserError(

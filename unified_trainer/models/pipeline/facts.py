@@ -58,6 +58,7 @@ class Facts:
     guidance: str  # the argument of guidance that is embedded in the network; "": none
     guidance_factor: float
     rule: Rule  # of guidance
+    negative: tuple[int, int] | None  # a guided step's call, and its row, with a negative prompt unlike a prompt
     tokens: FoundTokens  # of the middle block
     no_guidance: Mapping[str, float]  # arguments of the call that turn guidance off
 
@@ -96,5 +97,6 @@ class Facts:
         ]
         parts += [f"image: {', '.join(self.arguments.images)}"] if self.arguments.images else []
         parts += [f"guidance in the network: {self.guidance}"] if self.guidance else []
+        parts += ["negative prompts are encoded unlike prompts"] if self.negative else []
         parts += [f"guidance scale: the pipeline's + {self.rule.more:g}"] if self.rule.more else []
         return "; ".join(filter(None, [*parts, str(self.rule)]))

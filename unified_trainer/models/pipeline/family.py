@@ -26,7 +26,12 @@ def latent_shape(folder: Path, frames: int, height: int, width: int) -> Shape:
 def images(folder: Path) -> tuple[int, int]:
     """Return the fewest and the most condition images of a sample."""
     found = known(folder).any().arguments
-    return (1, 1) if found.images or found.joint else (0, 0)
+    return (1, max(1, len(clips(folder)))) if found.images or found.joint else (0, 0)
+
+
+def clips(folder: Path) -> tuple[str, ...]:
+    """Return the arguments of the call that take the condition clips of a sample."""
+    return known(folder).pipeline.clips
 
 
 def networks(folder: Path) -> tuple[tuple[str, ...], float | None]:
@@ -88,6 +93,7 @@ def pipeline_family(name: str) -> Family:
         attention_heads=attention_heads,
         networks=networks,
         images=images,
+        clips=clips,
         sound=lambda folder: known(folder).any().sound is not None,
         latents_hold_image=lambda folder: known(folder).any().latents_hold_image,
         guider="guider/guider_config.json" if has_guider else "",

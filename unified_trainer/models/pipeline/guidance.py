@@ -1,19 +1,19 @@
 """The rule by which a pipeline guides: what its scheduler is given, compared with rules that are known."""
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any, Literal
 
 from diffusers.guiders import AdaptiveProjectedGuidance, ClassifierFreeGuidance
-from PIL import Image as Picture
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from unified_trainer.basics.types import Latents, PerFrame, PerSample
-from unified_trainer.models.pipeline.calls import SHORT, CallRecord, Pipeline
+from unified_trainer.models.pipeline.calls import SHORT, CallRecord, Pipeline, Shown
 from unified_trainer.models.pipeline.latents import FoundLatents
-from unified_trainer.models.pipeline.values import Place, Size, made_of, part, same, stacked
+from unified_trainer.models.pipeline.values import Place, Size, differ, made_of, part, same, stacked
 from unified_trainer.numerics.flow import guide
 
 SCALE = 3.0
@@ -66,12 +66,9 @@ def with_norm(guided: Tensor, cond: Tensor) -> Tensor:
     return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
 
 
-def rule_of(
-    pipeline: Pipeline, size: Size, image: Picture.Image, latents: FoundLatents, *, sign: float, output: Place | None
-) -> Rule:
+def rule_of(pipeline: Pipeline, seen: CallRecord, latents: FoundLatents, *, sign: float, output: Place | None) -> Rule:
     """Return the rule with which a guided call agrees in its first step."""
     guider = pipeline.pipe.components.get("guider")
-    seen = _guided(pipeline, size, image)
     each = len(seen.inputs) // len(seen.steps)  # calls of the network in a step
     made = [part(stacked(made_of(x)), output).double() * sign for x in seen.outputs[:each]]
     given = latents.of_given(stacked(seen.steps[0][0]).double())
@@ -96,16 +93,39 @@ def rule_of(
     return Rule("unknown") if guider is None else Rule("unknown", guider=type(guider).__name__)
 
 
-def _guided(pipeline: Pipeline, size: Size, image: Picture.Image) -> CallRecord:
+def negative_place(pipeline: Pipeline, size: Size, seen: CallRecord, text: Collection[str]) -> tuple[int, int] | None:
+    """Return the call of a guided step, and the row in it, with the tensors of a negative prompt unlike a prompt's.
+
+    None where both have the same tensors, or where those of a row follow from other rows too. `seen` is a guided call,
+    and `text` are the network's arguments that follow from a prompt.
+    """
+    each, rows = len(seen.inputs) // len(seen.steps), len(stacked(made_of(seen.outputs[0])))
+    if "negative_prompt" not in pipeline.names or each * rows < 2:
+        return None
+
+    def tensors(given: Mapping[str, Any], row: int) -> list[Any]:
+        return [None if given.get(name) is None else given[name][row] for name in text]
+
+    other = guided(pipeline, size, None, SHORT, stop=each)
+    as_prompt = tensors(pipeline.call([NEGATIVE], size, stop=1).inputs[0], 0)
+    places = [(call, row) for call in range(each) for row in range(rows)]
+    changed = [at for at in places if differ(*(tensors(x.inputs[at[0]], at[1]) for x in (seen, other)))]
+    unlike = [(call, row) for call, row in changed if differ(tensors(seen.inputs[call], row), as_prompt)]
+    return unlike[0] if len(changed) == len(unlike) == 1 else None
+
+
+def guided(
+    pipeline: Pipeline, size: Size, shown: Shown | None = None, negative: str = NEGATIVE, *, stop: int = 0
+) -> CallRecord:
     """Call the pipeline with guidance."""
-    options: dict[str, Any] = {"negative_prompt": NEGATIVE} if "negative_prompt" in pipeline.names else {}
+    options: dict[str, Any] = {"negative_prompt": negative} if "negative_prompt" in pipeline.names else {}
     guider = pipeline.pipe.components.get("guider")
     if guider is not None:
         pipeline.pipe.guider = guider.new(guidance_scale=SCALE)
     scale = next((name for name in ("true_cfg_scale", "guidance_scale") if name in pipeline.names), "")
     options |= {name: SCALE for name in (scale, f"audio_{scale}") if name in pipeline.names}
     try:
-        return pipeline.call([SHORT], size, image, **options)
+        return pipeline.call([SHORT], size, shown, stop=stop, **options)
     finally:
         if guider is not None:
             pipeline.pipe.guider = guider

@@ -61,8 +61,8 @@ class Known:
         try:
             facts = learn(pipeline, size)
         except ProbeError as error:
-            # pipelines that need an image may have None by default, and cannot be called so
-            if error.__cause__ is None or pipeline.takes_image or not pipeline.image:
+            # pipelines that need an image or a clip may have None by default
+            if pipeline.takes_image or not (pipeline.clips or (pipeline.image and error.__cause__)):
                 raise
             pipeline.takes_image = True
             try:

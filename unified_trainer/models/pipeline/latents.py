@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from PIL import Image as Picture
 from torch import Tensor, nn
 
 from unified_trainer.basics.types import Latents
@@ -38,7 +37,7 @@ class FoundLatents:
     decode: Mapping[str, Any]  # further arguments of its decode
 
     @classmethod
-    def of(cls, pipeline: Pipeline, size: Size, image: Picture.Image, *samples: Tensor) -> list[Self]:
+    def of(cls, pipeline: Pipeline, size: Size, *samples: Tensor) -> list[Self]:
         """Return what shows where solver steps return zeros, ones and the two digits of indices as each of `samples`.
 
         The samples are the latents of the video, and those of its sound if the pipeline makes one.
@@ -47,7 +46,7 @@ class FoundLatents:
         calls = list[CallRecord]()
         for digit in (torch.zeros_like, torch.ones_like, lambda index: index % DIGIT, lambda index: index // DIGIT):
             numbers = [digit(index).to(sample) for index, sample in zip(indices, samples, strict=True)]
-            calls.append(pipeline.call([SHORT], size, image, latents=numbers))
+            calls.append(pipeline.call([SHORT], size, latents=numbers))
             if len(calls[-1].decoded) < len(samples):
                 raise pipeline.refuse("decodes its latents by something else than the decode of its VAE")
             if len(calls) == 1:

@@ -4,31 +4,27 @@ import math
 from typing import Any
 
 import torch
-from PIL import Image as Picture
 from torch import Tensor
 
 from unified_trainer.models.pipeline.arguments import FoundArguments
 from unified_trainer.models.pipeline.calls import SHORT, STEPS, CallRecord, Pipeline
 from unified_trainer.models.pipeline.facts import Facts, FoundTime
-from unified_trainer.models.pipeline.guidance import rule_of
+from unified_trainer.models.pipeline.guidance import guided, negative_place, rule_of
 from unified_trainer.models.pipeline.latents import FoundLatents
 from unified_trainer.models.pipeline.sound import FoundSound
 from unified_trainer.models.pipeline.tokens import noted_block, tokens_of
 from unified_trainer.models.pipeline.values import Place, Size, made_of, part, rows_of, same, stacked, wider
 
-COLORS = (200, 30, 30), (30, 90, 200)
-
 
 @torch.autocast("cpu", enabled=False)  # a role that runs in bf16 may be the first to ask
 def learn(pipeline: Pipeline, size: Size) -> Facts:
     """Return what the pipeline's calls say at one size; ProbeError, which names an argument, for what does not fit."""
-    image, other_image = (Picture.new("RGB", size[:0:-1], color) for color in COLORS)
     pipeline.memory.answers.clear()  # those of another size
     with noted_block(pipeline) as block:
-        one = _off(pipeline, size, image)
-    guidance, factor = _guidance(pipeline, size, image, one)
+        one = _off(pipeline, size)
+    guidance, factor = _guidance(pipeline, size, one)
     moved = [steps for steps in (one.steps, one.sound_steps) if steps]
-    latents, *sounds = FoundLatents.of(pipeline, size, image, *(steps[0][1] for steps in moved))
+    latents, *sounds = FoundLatents.of(pipeline, size, *(steps[0][1] for steps in moved))
     times = _times(pipeline, one, latents.name)
     (sign, output), *of_sounds = [
         _output(pipeline, made_of(one.outputs[0], place), stacked(moved[place][0][0]), found)
@@ -37,7 +33,9 @@ def learn(pipeline: Pipeline, size: Size) -> Facts:
     for steps in moved:
         _check_euler(pipeline, one.sigmas.double().tolist(), steps)
     known = {*(time.name for time in times), guidance, *(sound.name for sound in sounds)}
-    arguments = FoundArguments.of(pipeline, size, (image, other_image), one, latents, known)
+    arguments = FoundArguments.of(pipeline, size, one, latents, known)
+    seen = guided(pipeline, size)
+    unlike = None if arguments.paired else negative_place(pipeline, size, seen, arguments.text)
     return Facts(
         pipeline=type(pipeline.pipe).__name__,
         size=size,
@@ -50,13 +48,14 @@ def learn(pipeline: Pipeline, size: Size) -> Facts:
         given_levels=one.given_levels,
         guidance=guidance,
         guidance_factor=factor,
-        rule=rule_of(pipeline, size, image, latents, sign=sign, output=output),
-        tokens=tokens_of(pipeline, size, image, latents, block),
+        rule=rule_of(pipeline, seen, latents, sign=sign, output=output),
+        negative=unlike,
+        tokens=tokens_of(pipeline, size, latents, block),
         no_guidance=dict(pipeline.no_guidance),
     )
 
 
-def _off(pipeline: Pipeline, size: Size, image: Picture.Image) -> CallRecord:
+def _off(pipeline: Pipeline, size: Size) -> CallRecord:
     """Turn guidance off and return what passed in a call."""
     guider = pipeline.pipe.components.get("guider")
     if guider is not None:
@@ -64,17 +63,18 @@ def _off(pipeline: Pipeline, size: Size, image: Picture.Image) -> CallRecord:
     for scale in (1.0, 0.0):  # the two scales that pipelines call off
         if "guidance_scale" in pipeline.no_guidance:
             pipeline.no_guidance["guidance_scale"] = scale
-        seen = pipeline.call([SHORT], size, image)
+        seen = pipeline.call([SHORT], size)
         if _is_single(seen):
             return seen
     raise pipeline.refuse(f"calls its network {len(seen.inputs)} times in {STEPS} steps without guidance")
 
 
-def _guidance(pipeline: Pipeline, size: Size, image: Picture.Image, one: CallRecord) -> tuple[str, float]:
+def _guidance(pipeline: Pipeline, size: Size, one: CallRecord) -> tuple[str, float]:
     """Return the argument of guidance that is embedded in the network, and its factor."""
     if "guidance_scale" in pipeline.names:
         scale = pipeline.no_guidance["guidance_scale"] + 2
-        more = pipeline.call([SHORT], size, image, guidance_scale=scale, stop=True)
+        negative = {"negative_prompt": SHORT} if "negative_prompt" in pipeline.names else {}
+        more = pipeline.call([SHORT], size, guidance_scale=scale, stop=1, **negative)
         for name, value in more.inputs[0].items():
             before = one.inputs[0].get(name)
             numbers = [float(x) for x in (before, value) if isinstance(x, Tensor) and x.numel() == 1]

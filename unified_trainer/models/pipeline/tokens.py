@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from PIL import Image as Picture
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -69,17 +68,15 @@ def noted_block(pipeline: Pipeline) -> Iterator[BlockRecord]:
         hook.remove()
 
 
-def tokens_of(
-    pipeline: Pipeline, size: Size, image: Picture.Image, latents: FoundLatents, one: BlockRecord
-) -> FoundTokens:
+def tokens_of(pipeline: Pipeline, size: Size, latents: FoundLatents, one: BlockRecord) -> FoundTokens:
     """Compare the record of one call with that of a sample twice as high: as many rows as are new are the sample's.
 
     Half as high, where the pipeline makes no higher ones.
     """
     try:
-        two, times = _record_of_height(pipeline, size, image, 2 * size[1]), 1
+        two, times = _record_of_height(pipeline, size, 2 * size[1]), 1
     except ProbeError:
-        two, times = _record_of_height(pipeline, size, image, size[1] // 2), -2
+        two, times = _record_of_height(pipeline, size, size[1] // 2), -2
     found = list[FoundTokens]()
     for (place, x), (_, higher) in zip(*(_parts(record.outputs[0]) for record in (one, two)), strict=True):
         turned = len(x) != len(higher)
@@ -92,9 +89,9 @@ def tokens_of(
     return max(found, key=lambda one: one.count)
 
 
-def _record_of_height(pipeline: Pipeline, size: Size, image: Picture.Image, height: int) -> BlockRecord:
+def _record_of_height(pipeline: Pipeline, size: Size, height: int) -> BlockRecord:
     with noted_block(pipeline) as record:
-        pipeline.call([SHORT], (size[0], height, size[2]), image.resize((size[2], height)))
+        pipeline.call([SHORT], (size[0], height, size[2]))
     return record
 
 

@@ -64,9 +64,9 @@ class ImageWanCodec(WanCodec):
         return Condition({"image": latents[:, :, :1]})
 
     @torch.no_grad()
-    def _encode(self, image: Image, latent_shape: tuple[int, int, int, int]) -> dict[str, Tensor]:
+    def _encode(self, images: tuple[Image, ...], latent_shape: tuple[int, int, int, int]) -> dict[str, Tensor]:
         """Encode one image alone, because the rounding of a row can depend on the other rows of a batch."""
-        config, (_, frames, height, width) = self._outline.config, latent_shape
+        config, (_, frames, height, width), (image,) = self._outline.config, latent_shape, images
         height, width = height * config.scale_factor_spatial, width * config.scale_factor_spatial
         first = image.at(height, width)[None, :, None]
         if self._first_alone:

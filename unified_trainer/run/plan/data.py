@@ -68,10 +68,10 @@ SETS = "--validation.sets."  # before the name of a set of prompts
 PromptFiles = dict[str, PromptFile]  # by the flag that names the file
 
 
-def prompt_files(run: RunConfig, *, images: bool) -> PromptFiles:
+def prompt_files(run: RunConfig, *, images: float) -> PromptFiles:
     """Return all prompts of a run; those of training or validation are none where it takes captions of clips.
 
-    `images` says whether the student takes condition images, which tables then name.
+    `images` is 0 if the student takes no condition images, which tables name, and else the rate of their clips.
     """
     prompts = validation = PromptFile(())
     if run.trains_on == "prompts":
@@ -82,7 +82,7 @@ def prompt_files(run: RunConfig, *, images: bool) -> PromptFiles:
     return {"--prompts": prompts, "--validation.prompts": validation} | validation_sets(run, images=images)
 
 
-def validation_sets(run: RunConfig, *, images: bool = False) -> PromptFiles:
+def validation_sets(run: RunConfig, *, images: float = 0) -> PromptFiles:
     """Return the further sets of validation prompts."""
     captions, column = validation_captions(run.validation.num_samples), run.validation.prompts_column
     named = {f"{SETS}{name}": path for name, path in run.validation.sets.items() if path}

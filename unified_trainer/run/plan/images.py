@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unified_trainer.data.prompts import PromptFile
+from unified_trainer.data.video_reader import SMALL
 from unified_trainer.models.base import Family
 from unified_trainer.run.plan.data import Clips, PromptFiles
 from unified_trainer.run.plan.roles import RolePlan
 from unified_trainer.run.registry import family_of
 from unified_trainer.run.settings.config import ConfigError, RunConfig
 
+CONDITION = "with the column condition, which names a clip or an image for each row"
 TABLE = "give a table (.jsonl, .csv or .parquet) with the columns prompt and image"
 
 
@@ -41,6 +43,7 @@ def check_images(
     """
     folders = {name: family_of(name, role.path) for name, role in roles.items()}
     takes = {name: family.images(folder) for name, (family, folder) in folders.items()}
+    _check_clips(run, *folders["student"], prompts, clips)
     if not _has_images(run, *folders["student"], prompts):
         if needy := [name for name, (fewest, _) in takes.items() if fewest]:
             raise ConfigError(
@@ -65,7 +68,7 @@ def check_images(
             f"--method {run.method} matches windows of longer videos, whose first latent frame must be the condition "
             f"image, but student.path {roles['student'].path} reads it as channels: train it with self_forcing"
         )
-    for shown in (run, run.validated()) if scores else ():
+    for shown in (run, run.validated()) if scores and not student.clips(folder) else ():
         for name, scorer in run.reward.named().items():
             if scorer.stride(shown.video.frames) >= shown.video.frames > 1:
                 raise ConfigError(
@@ -73,6 +76,27 @@ def check_images(
                     "image, so that all samples of an image would have one reward: set it to all, or to every with a "
                     "smaller frame_stride"
                 )
+
+
+def _check_clips(run: RunConfig, family: Family, folder: Path, prompts: PromptFiles, clips: Clips) -> None:
+    """Raise UserError for condition clips that are too short or not for the student, or which it lacks."""
+    if not family.images(folder)[1]:
+        return
+    takes = family.clips(folder)
+    frames = max(run.video.frames, run.validated().video.frames)
+    for file in prompts.values():
+        for image in {image for request in file.requests for image in request.images if image.is_clip}:
+            image.frames(frames, *SMALL) if takes else image.picture(*SMALL)
+    if run.trains_on != "clips":
+        return
+    counts = {len(video.conditions): video.name for video in clips.videos} or {0: "it"}
+    fewest, most = family.images(folder)
+    for count, name in counts.items():
+        if not (fewest if takes else 0) <= count <= most or len(counts) > 1:
+            raise ConfigError(
+                f"data.path {run.data.path}: {name} names {count} conditions, and the student takes {fewest} to {most} "
+                f"for each clip: give the videos in a table {CONDITION}"
+            )
 
 
 def _check_stored(run: RunConfig, prompts: PromptFiles, *, held: bool) -> None:

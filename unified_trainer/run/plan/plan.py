@@ -170,7 +170,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     family, folder = family_of("student", roles["student"].path)
     check_buffer(run, batch, mesh.data_size)
     latent_shape, validation_shape, trained_shapes = _latent_shapes(run, family, folder)
-    prompts = prompt_files(run, images=family.images(folder)[1] > 0)
+    prompts = prompt_files(run, images=run.video.fps if family.images(folder)[1] else 0)
     clips = read_clips(run, family, folder, [*trained_shapes.values()])
     rows = row_count(run, prompts, clips)
     run = with_steps(run, batch, rows)

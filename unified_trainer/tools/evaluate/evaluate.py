@@ -106,7 +106,7 @@ def evaluate(
     chosen = read_checkpoints(checkpoints, settings, recipe)
     if not seeds or len({*seeds}) < len(seeds):
         raise UserError(f"--seeds {' '.join(map(str, seeds))}: name one or more seeds, each once")
-    lines = _distinct(prompts, images=any(checkpoint.images[1] for checkpoint in chosen))
+    lines = _distinct(prompts, images=max(one.run.video.fps * bool(one.images[1]) for one in chosen))
     written = samples if prompt_names else min(num_videos, samples)
     plan = Plan(lines, samples, seeds, batch, written, frechet_stride, i3d, real_clips, prompt_names)
     rewards = common_reward(chosen, reward, held_out)
@@ -128,7 +128,7 @@ def evaluate(
     say(f"{output}: {plan.size * len(plan.seeds)} samples of each of {len(chosen)} checkpoints; {shown}")
 
 
-def _distinct(prompts: Sequence[str], *, images: bool) -> tuple[str, ...]:
+def _distinct(prompts: Sequence[str], *, images: float) -> tuple[str, ...]:
     if not prompts:
         raise UserError("evaluate needs --prompts: texts, or a file with one prompt per line")
     lines = read_lines(prompts, images=images)

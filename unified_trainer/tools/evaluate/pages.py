@@ -118,7 +118,7 @@ def _ballots(rows: Sequence[Row], checkpoints: int, seed: int) -> list[tuple[Row
 def _images(prompts: Sequence[str], size: Mapping[str, int]) -> list[str]:
     """Return the condition image of each prompt as a data URI, cropped as in a video of this size; "" without one."""
     every = [identity_of(prompt)[1] for prompt in prompts]
-    return [_jpeg(images[0].picture(size["height"], size["width"])) if images else "" for images in every]
+    return [_jpeg(images[0].first(size["height"], size["width"])) if images else "" for images in every]
 
 
 def _of(shown: Sequence[Row], images: Sequence[str]) -> list[str]:

@@ -17,6 +17,7 @@ from unified_trainer.tools.export.scheduler import SAMPLER
 from unified_trainer.tools.load_run import LoadedRole
 
 PROMPT = "a red circle moving left"  # of the example
+CLIP = "condition.mp4"  # of the example, of a student that needs one
 IMAGE = "first_frame.png"  # of the example, of a student that needs one
 DIFFUSERS = "diffusers"
 OLDEST = "0.35"  # of diffusers, on which pipeline.py runs
@@ -97,8 +98,9 @@ def sample_code(loaded: LoadedRole, name: str, base: str, dtype: str, adapters: 
     imports.append("from diffusers import DiffusionPipeline")
     image = ""
     if _needs_image(loaded):
-        imports.append("from diffusers.utils import load_image")
-        image = f', image=load_image("{IMAGE}")'
+        clips = loaded.family.clips(loaded.base)
+        imports.append(f"from diffusers.utils import load_{'video' if clips else 'image'}")
+        image = f', {clips[0]}=load_video("{CLIP}")' if clips else f', image=load_image("{IMAGE}")'
     lines.append(f'frames = pipe("{PROMPT}"{image}, generator=generator).frames[0]')
     return "\n".join([*imports, "", *lines])
 

@@ -59,7 +59,8 @@ def write_trajectories(
         done = set(written.captions().values())
         left = [request.text for request in plan.requests if request.text not in done]
         reused = use_negative_prompt(out, negative, codec)
-        line = codec.encode_ahead([negative, *left], mesh)  # the text encoder leaves its memory to the teacher
+        # the text encoder leaves its memory to the teacher
+        line = codec.encode_ahead([codec.negative(negative), *left], mesh)
         if not reused:
             write_negative_prompt(out, negative, codec)
         with ItemProgress("trajectories", len(left)) as progress:

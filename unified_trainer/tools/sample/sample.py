@@ -24,6 +24,7 @@ from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import Latents, Video, check_finite, of_kind
 from unified_trainer.data.prompts import SUFFIXES, read_prompts
 from unified_trainer.data.video_files import Row, contact_sheet, file_name, to_uint8, writer
+from unified_trainer.data.video_reader import read_condition
 from unified_trainer.models import hub
 from unified_trainer.models.base import ActionForm, Codec, SoundDecoder
 from unified_trainer.parallel.device import Device, fitting
@@ -84,9 +85,9 @@ def sample(
         rolling_sink: Move these first frames along with a video that outgrows the window, also if the run does not.
     """
     check_empty(output)
-    given = () if image is None else (Image.read(image, "--image"),)
     lines = read_lines(prompts)
     loaded = load_role(run, "student", base, Mesh.join(device), causal=True, families=families)
+    given = () if image is None else (read_condition(image, "--image", loaded.run.video.fps),)
     lines = with_images(loaded, prompts, lines, given)
     if actions is not None:
         shared = Actions.read(str(actions.absolute()), Path(), "--actions")
@@ -161,7 +162,7 @@ def of_length(
     return dataclasses.replace(loaded, run=run)
 
 
-def read_lines(prompts: Sequence[str], *, images: bool = False) -> list[Request]:
+def read_lines(prompts: Sequence[str], *, images: float = 0) -> list[Request]:
     """Return the prompts, a file or folder replaced by its prompts; raise UserError if there are none.
 
     The name of a file or folder that is there is read; so is a text that ends in .txt, .json, .jsonl, .csv or .parquet
@@ -192,7 +193,7 @@ def with_images(
     if given:
         lines = [dataclasses.replace(line, images=given) for line in lines]
     elif takes[1]:
-        lines = read_lines(prompts, images=True)
+        lines = read_lines(prompts, images=loaded.run.video.fps)
     way_out = "give --image FILE, or a table of prompts with a column image" if takes[0] else "leave --image out"
     check_images(loaded.name, takes, lines, way_out)
     return lines
