@@ -2,14 +2,16 @@
 
 import pytest
 import torch
-from helpers import assert_same
+from helpers import assert_same, small_pipeline
+from safetensors.torch import load_file, save_file
 from test_wan_causal import assert_equal_to_rounding, cached, causal, condition, latents, levels, network
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Condition
 from unified_trainer.models.base import ActionForm
-from unified_trainer.models.wan.actions import by_latent_frame, with_actions
+from unified_trainer.models.wan.actions import NEW, by_latent_frame, with_actions
 from unified_trainer.models.wan.causal import CausalWanModel
+from unified_trainer.models.wan.family import WAN
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.numerics.chunks import ChunkConfig
 
@@ -110,3 +112,16 @@ def test_other_actions_are_refused(tensors, said):
     cond = condition(2).updated(Condition(tensors)) if tensors else condition(2)
     with pytest.raises(UserError, match=said):
         acting().velocity(latents(3), torch.tensor([0.2, 0.7]), cond)
+
+
+@pytest.mark.parametrize("ratio", [4, 2])
+def test_a_layer_of_another_ratio_than_the_vae_is_refused(ratio, tmp_path):
+    """A layer that joins two pixel frames would count half of the frames that the VAE joins to a latent one."""
+    folder = small_pipeline(tmp_path / "wan")
+    file = next((folder / "transformer").glob("*.safetensors"))
+    save_file(load_file(file) | {NEW[0]: torch.zeros(8, FORM.size, ratio)}, file)
+    if ratio == 4:
+        assert WAN.actions(folder, 0) == FORM
+        return
+    with pytest.raises(UserError, match="its layer of actions joins 2 pixel frames and its VAE 4: they do not belong"):
+        WAN.actions(folder, 0)

@@ -38,9 +38,6 @@ class VAEKind(Protocol):
     def causal(self) -> bool:
         """Whether a decoded frame depends on no later latent."""
 
-    def vae_channels(self, vae: Any) -> int:
-        """Return the channels of the latents that a VAE decodes."""
-
     def decoded(self, vae: Any, raw: Tensor) -> Tensor:
         """Return the video in [-1, 1] of latents, of which the video's are in the VAE's own units."""
 

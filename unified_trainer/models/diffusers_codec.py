@@ -114,11 +114,6 @@ class DiffusersCodec(FrozenCodec):
         return config.latents_mean, config.latents_std
 
     @classmethod
-    def vae_channels(cls, vae: Any) -> int:
-        """Return the channels of the latents that a VAE decodes."""
-        return len(cls.statistics(vae.config)[0])
-
-    @classmethod
     def tile(cls, vae: Any, size: int) -> None:
         """Let the VAE work in tiles of `size` pixels a side that overlap by a quarter."""
         vae.enable_tiling(size, size, size * 3 // 4, size * 3 // 4)

@@ -14,10 +14,9 @@ from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.meter import Meter
 from unified_trainer.tools.plan.architecture import published
-from unified_trainer.tools.plan.flops import decode_flops
 from unified_trainer.tools.plan.flops import pass_flops as flops_of
 from unified_trainer.tools.plan.network_size import measured, plain_pass, size_of, with_layers
-from unified_trainer.tools.plan.passes import Network, role_of
+from unified_trainer.tools.plan.passes import Network, decode_flops, role_of
 from unified_trainer.tools.plan.tracing import quiet_norms
 
 OF_1_3B, OF_14B = (
@@ -128,7 +127,9 @@ def test_traffic_of_a_pass_at_both_sizes():
     """353 x 1536 + 4 x 8960 bytes a token and block; fused blocks read and write a sixth of that."""
     for tokens, gigabytes in ((5460, 94.7), (32760, 568.1)):
         assert pass_flops(OF_1_3B, tokens).traffic == pytest.approx(1e9 * gigabytes, rel=1e-3)
-        assert pass_flops(OF_1_3B, tokens, fused=True).traffic < pass_flops(OF_1_3B, tokens).traffic / 5
+        fused = pass_flops(OF_1_3B, tokens, fused=True)
+        assert fused.traffic < pass_flops(OF_1_3B, tokens).traffic / 5
+        assert fused.traffic_back == pytest.approx(2.6 * fused.traffic)
 
 
 @pytest.mark.slow
@@ -141,4 +142,6 @@ def test_decoding_takes_what_torch_counts(name):
         latents = torch.zeros(1, config.get("z_dim", 16), 6, 8, 8)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         vae.decode(latents)
-    assert counter.get_total_flops() == decode_flops(WanCodec, frozen_config(config), 6, 8, 8)
+    assert counter.get_total_flops() == decode_flops(
+        WanCodec, frozen_config(config), tuple(latents.shape[1:]), half=True
+    )

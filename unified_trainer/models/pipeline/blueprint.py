@@ -31,9 +31,6 @@ class PipelineParts:
     def vae_class(self) -> Any:
         return component_classes(self.folder)["vae"]
 
-    def vae_channels(self, vae: Any) -> int:
-        return known(self.folder).any().latents.shape[0]
-
     def decoded(self, vae: Any, raw: Tensor) -> Tensor:
         fix(vae)
         frames = known(self.folder).video_frames((raw.shape[1], raw.shape[2], raw.shape[3], raw.shape[4]))

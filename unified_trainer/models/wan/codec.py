@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
-from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor
 from transformers import UMT5EncoderModel
 
@@ -32,6 +31,8 @@ class WanCodec(DiffusersCodec):
         return config.vocab_size, config.d_model
 
     def cleaned(self, prompt: str) -> str:
+        from diffusers.pipelines.wan.pipeline_wan import prompt_clean  # pipelines, which plan needs not
+
         return prompt_clean(prompt)
 
     def embed(self, encoder: Any, prompt: str) -> Tensor:

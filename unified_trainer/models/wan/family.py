@@ -14,7 +14,6 @@ from unified_trainer.models.base import ActionForm, Family, Shape
 from unified_trainer.models.blueprint import Blueprint, codec_blueprint
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.sparse_attention import SparseAttentionConfig
-from unified_trainer.models.wan import exported_pipeline
 from unified_trainer.models.wan.actions import ActingKind, form_of, with_actions
 from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.models.wan.causal_image import CausalFirstFrameWanModel, CausalImageChannelsWanModel
@@ -201,7 +200,7 @@ WAN = Family(
     published_layer=published_layer,
     native=("wan", native_config),
     adapter_files=("high_noise_model", "low_noise_model"),  # as Wan2.2-Lightning names them
-    exported_pipeline=Path(exported_pipeline.__file__),
+    exported_pipeline=Path(__file__).with_name("exported_pipeline.py"),
     sparse=open_sparse,
     flow_map=FlowMapWanModel.open,
     actions=actions,

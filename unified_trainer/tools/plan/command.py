@@ -18,10 +18,12 @@ from unified_trainer.tools.plan.cost import CONVOLUTIONS, LINKS, PRODUCTS, PUBLI
 from unified_trainer.tools.plan.estimate import Estimate, estimate
 from unified_trainer.tools.plan.hardware import NODE, RESERVE, Hardware, gib, read_hardware
 from unified_trainer.tools.plan.placement import placement, weights_for_workers
+from unified_trainer.tools.plan.tracing import undisturbed
 
 WIDTH = 140  # columns where the output is no terminal
 
 
+@undisturbed()
 def plan(
     hardware: str = "8xH200",
     mfu: PositiveFraction | None = None,
@@ -211,7 +213,10 @@ def assumptions(planned: Estimate, machine: Hardware) -> list[str]:
     """Return what the estimate takes for granted, in words."""
     traffic = f"elementwise traffic at {TRAFFIC:g} of {machine.bandwidth / 1e12:.3g} TB/s"
     estimated = f"products at {PRODUCTS:g} of the bf16 peak, then {traffic}"
+    chosen = planned.run.parallel.attention
+    kernel = f"{chosen} first" if chosen != "auto" else "cuDNN's on Hopper and Blackwell, which cuDNN above 9.15 has"
     return [
+        f"assumed: attention: {kernel}",
         f"assumed: networks: {estimated if machine.mfu is None else f'MFU {machine.mfu:g}'}",
         f"assumed: VAE: {CONVOLUTIONS:g} of the peak; HPSv3: {PRODUCTS:g}; links: {LINKS:g}; "
         "no time for optimizers, checkpoints, compilation and reading",

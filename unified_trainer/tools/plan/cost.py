@@ -6,16 +6,18 @@ compilation and reading of weights and data take no time.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
+from unified_trainer.models.base import Shape
 from unified_trainer.rewards.base import ScorerConfig
 from unified_trainer.rewards.ocr import KIND as OCR
 from unified_trainer.rewards.scorer_pool import processes_of
 from unified_trainer.roles.recompute import Recompute
 from unified_trainer.tools.plan.architecture import Architecture
-from unified_trainer.tools.plan.flops import PassFLOPs, decode_flops, score_flops
+from unified_trainer.tools.plan.flops import PassFLOPs, score_flops
 from unified_trainer.tools.plan.hardware import NETWORK, NODE, Hardware
+from unified_trainer.tools.plan.passes import decode_flops
 
 PRODUCTS = 0.6  # of the dense bf16 peak in matrix products and attention; an H200 took 2 to 10% longer, compiled
 TRAFFIC = 0.9  # assumed: of the memory's bandwidth in elementwise work
@@ -74,9 +76,9 @@ def pass_work(flops: PassFLOPs, recompute: Recompute, layers: int, *, gradient: 
     return Work(flops.trained + flops.flash, flops.traffic + flops.traffic_back) + again
 
 
-def decode_work(model: Architecture, shape: Sequence[int], samples: int, *, half: bool, gradient: bool) -> Work:
-    """Return the work of decoding latents of frames x height x width; a backward pass takes twice the forward one."""
-    flops = samples * (3 if gradient else 1) * decode_flops(model.blueprint.vae, model.vae, *shape)
+def decode_work(model: Architecture, latent: Shape, samples: int, *, half: bool, gradient: bool) -> Work:
+    """Return the work of decoding latents; a backward pass takes twice the forward one."""
+    flops = samples * (3 if gradient else 1) * decode_flops(model.blueprint.vae, model.vae, latent, half=half)
     return Work(decoded=flops) if half else Work(decoded_fp32=flops)
 
 

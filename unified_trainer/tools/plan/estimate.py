@@ -295,7 +295,8 @@ def _seen(sizes: Sizes, counts: Counts) -> Work:
     half, total = run.encoders.vae_precision == "bf16", Work()
     scorers = [scorer for scorer in run.reward.named().values() if scorer.weight]
     for samples, frames, gradient in counts.decoded:
-        total += decode_work(student, (frames, *sizes.latent[2:]), samples, half=half, gradient=gradient)
+        latent = (sizes.latent[0], frames, *sizes.latent[2:])
+        total += decode_work(student, latent, samples, half=half, gradient=gradient)
         shown = 1 if frames == 1 else run.video.frames
         total += score_work(scorers, shown, samples, min(sizes.ranks, NODE), gradient=gradient)
     return total
@@ -307,11 +308,10 @@ def _validation(sizes: Sizes, counts: Counts, ranks: int) -> Work:
     shown, own = replace(sizes, run=run), samples_of_rank(run.validation.num_samples, ranks)
     if not counts.validation or run.rollouts.evaluation_workers:
         return Work()
-    _, frames, height, width = shown.latent
     share = own / min(run.validation.batch, own) / run.parallel.sequence
     total = _work(_with_flops(counts.validation, shown, counts), shown, counts).times(share)
     half = run.encoders.vae_precision == "bf16"
-    total += decode_work(shown.models["student"], (frames, height, width), own, half=half, gradient=False)
+    total += decode_work(shown.models["student"], shown.latent, own, half=half, gradient=False)
     here = min(sizes.ranks, NODE)
     return total + score_work(run.reward.named().values(), run.video.frames, own, here, gradient=False)
 

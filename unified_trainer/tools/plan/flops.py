@@ -1,19 +1,11 @@
-"""FLOPs and memory traffic: of a pass of a network, of VAEs, text encoders and HPSv3.
+"""FLOPs and memory traffic: of a pass of a network, and of HPSv3.
 
 They are counted as `unified_trainer.parallel.meter` counts them: a product with a matrix of p weights takes 2 p FLOPs a
 row. Elementwise work has no FLOPs; it has traffic, the bytes that it reads and writes, which no product hides.
 """
 
-import functools
-import json
 from dataclasses import dataclass, fields
-from typing import Any
 
-import torch
-from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
-from torch.utils.flop_counter import FlopCounterMode
-
-from unified_trainer.models.blueprint import Config
 from unified_trainer.models.pass_flops import PassCount
 from unified_trainer.tools.plan.network_size import Matrix, NetworkSize
 
@@ -96,24 +88,6 @@ def pass_flops(
         traffic=traffic,
         traffic_back=back * traffic,
     )
-
-
-def decode_flops(kind: Any, vae: Config, frames: int, height: int, width: int) -> float:
-    """Return the FLOPs of a VAE's decoder over latents of this size."""
-    count = functools.partial(_counted_decode_flops, kind, vae, height=height, width=width)
-    if frames <= 4 or kind.vae_class not in (AutoencoderKLWan, AutoencoderKLQwenImage):
-        return count(frames=frames)
-    return count(frames=3) + (frames - 3) * (count(frames=4) - count(frames=3))  # from the third on, all take as many
-
-
-@functools.lru_cache(maxsize=64)
-def _counted_decode_flops(kind: Any, vae: Config, *, frames: int, height: int, width: int) -> float:
-    with torch.device("meta"):
-        network = kind.vae_class.from_config(json.loads(vae)).eval()
-        latents = torch.zeros(1, kind.vae_channels(network), frames, height, width)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        kind.decoded(network, latents)
-    return float(counter.get_total_flops())
 
 
 def score_flops() -> float:

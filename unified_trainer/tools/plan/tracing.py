@@ -1,5 +1,6 @@
 """Bytes of tensors while code runs: really, or on fake tensors that have shapes and no memory."""
 
+import gc
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 DEVICE = torch.ops.prim.device.default  # every second operation on fake tensors, which makes no tensor
 
@@ -20,6 +22,19 @@ def quiet_norms() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         yield
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Run on one thread and collect no garbage: operations of a rehearsal are too small to divide, and traces many."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        torch.set_num_threads(threads)
 
 
 class Bytes(NamedTuple):
@@ -34,7 +49,7 @@ class Bytes(NamedTuple):
 
 
 class LiveBytes(TorchDispatchMode):
-    """A mode that counts the storages that operations inside it make, until they are freed; the rest is not counted.
+    """A mode that counts the storages that operations inside it make, until they are freed, and the FLOPs of products.
 
     Code that runs on `samples` of them, a number without a common factor with any other size, shows the bytes for every
     number: those of a storage are a multiple of it if it has an axis of samples. What a kernel needs while it runs, and
@@ -45,6 +60,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self._samples, self._seen = samples, dict[int, weakref.ref[Any]]()
         self._fixed = self._each = 0
+        self.flops = 0
         self.heights = {self.now}  # after each storage that was made
 
     @property
@@ -63,6 +79,8 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, Tensor):  # what an operation reads and none made inside the mode was there before
                 self._note(tensor, made=False)
         result = call(*arguments, **(named or {}))
+        if formula := flop_registry.get(call.overloadpacket):
+            self.flops += formula(*arguments, **(named or {}), out_val=result)
         is_view = any(value.alias_info is not None for value in call._schema.returns)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
