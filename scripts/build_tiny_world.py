@@ -11,8 +11,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tiny_world_features
 import tiny_world_hpsv3
@@ -59,11 +60,9 @@ TRANSFORMER = {
 }
 
 
-def build_tokenizer(folder: Path) -> None:
+def build_tokenizer(folder: Path, captions: Iterable[str]) -> None:
     """Build a tokenizer with one token for each word of the captions, and </s> at the end as in T5."""
-    words = sorted(
-        {word for s in SUBJECTS for i in range(len(PHRASINGS)) for word in s.caption(i).replace(",", " , ").split()}
-    )
+    words = sorted({word for caption in captions for word in caption.replace(",", " , ").split()})
     vocabulary = {token: i for i, token in enumerate(["<pad>", "</s>", "<unk>", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Lowercase()
@@ -96,25 +95,28 @@ def build_text_encoder(folder: Path, seed: int) -> None:
     UMT5EncoderModel(config).eval().save_pretrained(folder)
 
 
-def build_transformer(folder: Path, seed: int) -> None:
+def build_transformer(folder: Path, seed: int, config: Mapping[str, Any] = TRANSFORMER) -> None:
     """Build the untrained transformer; gates that start at 1 let a small model learn from the first step."""
     torch.manual_seed(seed)
-    network = WanTransformer3DModel(**TRANSFORMER)
+    network = WanTransformer3DModel(**config)
     with torch.no_grad():
         for block in network.blocks:
             block.scale_shift_table[:, [2, 5]] += 1.0
     network.save_pretrained(folder)
 
 
-def finetune(start: Path, run: Path, out: Path, seed: int) -> None:
-    """Train the transformer of the folder `start` with the method finetune; write its EMA weights to `out`."""
+def finetune(start: Path, run: Path, out: Path, seed: int, flags: Sequence[str], where: Path | None = None) -> None:
+    """Train the transformer of the folder `start` with the method finetune; write its EMA weights to `out`.
+
+    `flags` name the recipe, and `where` is the folder that it is run in.
+    """
     command = [sys.executable, "-m", "unified_trainer"]
     if (run / "config.yaml").is_file():
         command += ["--resume", str(run)]
     else:
-        command += ["--method", "finetune", "--recipe", "tiny-base", "--output", str(run), "--seed", str(seed)]
+        command += ["--method", "finetune", *flags, "--output", str(run), "--seed", str(seed)]
         command += ["--student.path", str(start)]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, cwd=where)
     network = WanTransformer3DModel.from_pretrained(start / "transformer")
     weights = {f"student/ema/{key}": p.data for key, p in network.named_parameters()}
     newest, metadata = manifest.find(run)
@@ -206,10 +208,11 @@ def main(out: Path = TINY, work: Path = Path("runs/tiny-world"), seed: int = 0) 
         if not start.exists():
             shutil.copytree(wan, start)
             build_transformer(start / "transformer", seed)
-        finetune(start, work / "finetune", wan / "transformer", seed)
+        finetune(start, work / "finetune", wan / "transformer", seed, ["--recipe", "tiny-base"])
 
     out.mkdir(parents=True, exist_ok=True)
-    stage(wan / "tokenizer", lambda: build_tokenizer(wan / "tokenizer"))
+    captions = [subject.caption(i) for subject in SUBJECTS for i in range(len(PHRASINGS))]
+    stage(wan / "tokenizer", lambda: build_tokenizer(wan / "tokenizer", captions))
     stage(wan / "text_encoder", lambda: build_text_encoder(wan / "text_encoder", seed))
     stage(wan / "vae", lambda: tiny_world_vae.main(wan / "vae", seed=seed))
     stage(wan / "model_index.json", lambda: write_index(wan))

@@ -315,8 +315,8 @@ def test_every_setting_says_what_it_is(kind):
 
 
 @pytest.mark.slow
-@each([(recipe, method) for recipe in sorted(RECIPES.glob("tiny*.yaml")) for method in METHODS])
-def test_every_tiny_recipe_parses_for_every_method(recipe, method):
+@each([(recipe, method) for recipe in sorted(RECIPES.glob("[dt]i*.yaml")) for method in METHODS])
+def test_digits_and_tiny_recipes_parse_for_every_method(recipe, method):
     """The others are read by tests/run/settings/test_recipes.py."""
     run = parse(["--recipe", recipe.stem, "--method", method])
     assert (run.recipe, run.method) == (recipe.stem, method)
@@ -324,7 +324,7 @@ def test_every_tiny_recipe_parses_for_every_method(recipe, method):
 
 def test_no_recipe_has_a_section_of_no_method():
     for recipe in RECIPES.glob("*.yaml"):
-        assert read_yaml(recipe).keys() <= {"base", "fits", "common", *METHODS}, recipe
+        assert read_yaml(recipe).keys() <= {"base", "fits", "built", "common", *METHODS}, recipe
 
 
 # Documents.

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 NEVER_CAUSAL = ("qwen-image", "sd3.5-medium", "hunyuanvideo-1.5", "hunyuanvideo-1.5-i2v", "ltx-video", "ltx-2")
 TAKE_IMAGES = ("wan2.1-i2v-14b", "wan2.2-i2v-a14b", "hunyuanvideo-1.5-i2v")
-REAL = [recipe for recipe in settings.recipes() if not recipe.startswith(("tiny", "general"))]
+REAL = [recipe for recipe in settings.recipes() if not recipe.startswith(("tiny", "digits", "general"))]
 
 
 @pytest.fixture(scope="module")

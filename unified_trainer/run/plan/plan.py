@@ -52,7 +52,7 @@ from unified_trainer.run.registry import family_of, method_named
 from unified_trainer.run.settings.batch import batch_of, check_buffer, sizes, with_fitting_batch
 from unified_trainer.run.settings.command_line import replaced_by_checkpoint
 from unified_trainer.run.settings.config import ConfigError, RunConfig, recipes
-from unified_trainer.run.settings.fitting import fits, general_recipe, recipe_to_add
+from unified_trainer.run.settings.fitting import check_built, fits, general_recipe, recipe_to_add
 from unified_trainer.run.tracking.external import check_tracking
 from unified_trainer.run.tracking.shown import check_rollouts
 from unified_trainer.run.validation.distances import check_distances
@@ -143,6 +143,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
 
     This is the only place where settings are checked against each other, and it reads no weights.
     """
+    check_built(run)
     try:
         return _checked(run, mesh)
     except UserError as error:
@@ -154,6 +155,7 @@ def check_given(run: RunConfig, mesh: Mesh) -> None:
 
     Nothing is downloaded. A run that was given everything is not looked at any further.
     """
+    check_built(run)
     try:
         check_complete(run)
     except UserError as error:

@@ -1,11 +1,21 @@
 """Recipes that were made for a model, by the configs of its folder, and the one for models without a recipe."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.run.registry import family_of
-from unified_trainer.run.settings.config import ConfigError, load_recipe, recipes
+from unified_trainer.run.settings.config import ConfigError, RunConfig, flat, load_recipe, plain, recipes
+
+
+def check_built(run: RunConfig) -> None:
+    """Raise ConfigError, which names the command, if a file is missing in a folder that the recipe says to build."""
+    built = load_recipe(run.recipe).get("built", {}) if run.recipe and not run.resume else {}
+    named = [str(value).partition(":")[0] for value in flat(plain(run)).values()]
+    for folder, command in built.items():
+        for path in (path for path in named if path.startswith(f"{folder}/") and not Path(path).exists()):
+            raise ConfigError(f"recipe {run.recipe}: {path} is not there: run where {folder} is, or first `{command}`")
 
 
 def recipe_to_add(role: str, path: str) -> str:
