@@ -120,14 +120,26 @@ def test_a_folder_of_parquet_files_keeps_the_other_columns_of_its_rows(tmp_path)
         Image.new("RGB", (16, 16), (ord(name), 0, 0)).save(tmp_path / name / "first.png")
         row = {"prompt": name, "negative_prompt": f"not {name}", "image": "first.png"}
         pq.write_table(pa.Table.from_pylist([row]), tmp_path / name / "rows.parquet")
-    read = read_prompts(tmp_path, images=True)
+    read = read_prompts(tmp_path, images=8)
     assert [(request.text, request.negative) for request in read.requests] == [("a", "not a"), ("b", "not b")]
     for name, request in zip("ab", read.requests, strict=True):
         assert request.images[0].file == tmp_path / name / "first.png"
     assert "b/rows.parquet: " in read.places[1]
     (tmp_path / "b" / "first.png").unlink()
     with pytest.raises(UserError, match=r"b/rows\.parquet: .*first\.png"):
-        read_prompts(tmp_path, images=True)
+        read_prompts(tmp_path, images=8)
+
+
+def test_one_column_of_condition_images_is_read(tmp_path):
+    """An empty one beside it is no choice; two that name images are."""
+    Image.new("RGB", (16, 16)).save(tmp_path / "first.png")
+    row = {"prompt": "a", "image": None, "images": ["first.png"]}
+    (tmp_path / "prompts.json").write_text(json.dumps([row]))
+    (request,) = read_prompts(tmp_path / "prompts.json", images=8).requests
+    assert [image.file for image in request.images] == [tmp_path / "first.png"]
+    (tmp_path / "prompts.json").write_text(json.dumps([row | {"condition": "first.png"}]))
+    with pytest.raises(UserError, match="entry 1 fills the columns images and condition, of which one is read"):
+        read_prompts(tmp_path / "prompts.json", images=8)
 
 
 def test_a_folder_without_captions_is_refused(tmp_path):

@@ -18,7 +18,7 @@ from unified_trainer.basics.actions import ACTIONS, NO_ACTIONS, Actions
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.input_files import BYTE_ORDER_MARK, decoded, parse_object, read_text
 from unified_trainer.data.folders import files_below
-from unified_trainer.data.tables import TABLES, lines_of, pick, read_rows, refuse_unreadable, texts_of
+from unified_trainer.data.tables import TABLES, lines_of, pick, read_rows, refuse_unreadable, texts_of, texts_of_one
 
 VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
 PICTURES = (".jpeg", ".jpg", ".png", ".webp")  # of a folder without videos
@@ -187,7 +187,7 @@ def _listed(file: Path, folder: Path, root: Path, key: str, columns: Columns) ->
         name = os.path.normpath(os.path.join(os.path.relpath(folder, root), path))
         actions = Actions.read(row.get(ACTIONS), file.parent, f"{key} {file}: {where}")
         holder = file if contents else None
-        named = texts_of(next((row[name] for name in CONDITIONS if name in row), None), f"{key} {file}: {where}")
+        named = texts_of_one(row, CONDITIONS, f"{key} {file}: {where}")
         conditions = tuple(file.parent / name for name in named)
         video = CaptionedVideo(
             name, folder / path, holder=holder, contents=contents, actions=actions, conditions=conditions

@@ -1,7 +1,7 @@
 """Prompts to generate from: captions of the tiny world, of a file, or of a folder of clips."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from unified_trainer.basics.requests import Request
 from unified_trainer.data.captioned import CONDITIONS, MEDIA, find_videos, lists_videos
 from unified_trainer.data.folders import files_below
 from unified_trainer.data.stored_prompts import parquet_files
-from unified_trainer.data.tables import TABLES, lines_of, read_texts, refuse_unreadable, texts_of
+from unified_trainer.data.tables import TABLES, lines_of, read_texts, refuse_unreadable, texts_of_one
 from unified_trainer.data.tiny_world import HELD_OUT, PHRASINGS, SUBJECTS
 from unified_trainer.data.video_reader import read_condition
 from unified_trainer.models import hub
@@ -110,9 +110,9 @@ def read_prompts(file: Path, key: str = "--prompts", column: str = "", *, images
         place = f"{key} {file}: {where}"
         refuse_unreadable(text, place)
         if text:
-            negative = " ".join(_texts(row, NEGATIVES, place))
+            negative = " ".join(texts_of_one(row, NEGATIVES, place))
             refuse_unreadable(negative, place)
-            named = _texts(row, IMAGES, place) if images else ()
+            named = texts_of_one(row, IMAGES, place) if images else ()
             images_of = tuple(read_condition(folder / name, place, images) for name in named)
             request = Request(text, images_of, negative, Actions.read(row.get(ACTIONS), folder, place))
             requests.setdefault(request, place)
@@ -122,11 +122,6 @@ def read_prompts(file: Path, key: str = "--prompts", column: str = "", *, images
     repeated = len(texts) - blank - len(requests)
     skipped = f"{key} {file}: {len(requests)} prompts; skipped {blank} blank and {repeated} repeated lines"
     return PromptFile(tuple(requests), skipped if blank or repeated else "", tuple(requests.values()))
-
-
-def _texts(row: Mapping[str, Any], names: Sequence[str], place: str) -> list[str]:
-    """Return the texts in the first of these columns that a row has: none, one, or a list."""
-    return texts_of(next((row[name] for name in names if name in row), None), place)
 
 
 def _rows_of_folder(folder: Path, key: str, column: str, *, images: float) -> list[Row]:

@@ -3,7 +3,7 @@
 import csv
 import io
 import unicodedata
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,14 @@ def texts_of(value: object, place: str) -> list[str]:
     if not isinstance(value, str | None):
         raise UserError(f"{place} holds {value!r} instead of a text")
     return [value] if value else []
+
+
+def texts_of_one(row: Mapping[str, object], names: Sequence[str], place: str) -> list[str]:
+    """Return the texts of the only column of these that a row fills: none, one, or a list. UserError for two."""
+    filled = {name: texts for name in names if (texts := texts_of(row.get(name), place))}
+    if len(filled) > 1:
+        raise UserError(f"{place} fills the columns {' and '.join(filled)}, of which one is read: empty the other")
+    return next(iter(filled.values()), [])
 
 
 def unreadable(text: str) -> str:
