@@ -73,8 +73,10 @@ class Lengths:
     """Videos with captions"""
     pairs: int = 96
     """Pairs of videos of a caption: one that shows its digit, and one of another"""
-    steps: int = 1500
+    steps: int = 3000
     """Training steps of the base student"""
+    samples: int = 60
+    """Samples of held-out captions that the base student is measured on, at the start and at the end"""
     measured: int = 400
     """Clips of held-out digits that the readers and the VAE are measured on"""
 
@@ -232,14 +234,23 @@ def main(output: Path = Path(NAME), digits: Path | None = None, lengths: Lengths
 
     def encode() -> None:
         size = ("--video.frames", FRAMES, "--video.height", SIZE, "--video.width", SIZE)
-        words = ("preprocess", output / "clips", output / "encoded", "--model", start, "--recipe", "tiny", *size)
-        command = [sys.executable, "-m", "unified_trainer", *map(str, words)]
-        subprocess.run(command, check=True)
+        for videos in (output / "clips", output / "pairs" / "preferred", output / "pairs" / "rejected"):
+            words = (
+                "preprocess",
+                videos,
+                output / "encoded" / videos.name,
+                "--recipe",
+                "tiny",
+                "--model",
+                start,
+                *size,
+            )
+            subprocess.run([sys.executable, "-m", "unified_trainer", *map(str, words)], check=True)
 
     def transformer() -> None:
         steps = str(lengths.steps)
         flags = ["--recipe", NAME, *BASE, "--student.lr-decay-updates", steps, "--steps", steps]
-        flags += ["--validate-every", steps, "--validation.num-samples", "60"]
+        flags += ["--validate-every", steps, "--validation.num-samples", str(lengths.samples)]
         finetune(start, output / "finetune", wan / "transformer", seed, flags, output.parent)
 
     output.mkdir(parents=True, exist_ok=True)
