@@ -2,10 +2,12 @@
 
 import json
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers import tiny_codec
+from PIL import Image
 from real_clips import REAL, grays, quarters, read_clip, real_folder, write_exactly
 
 from unified_trainer.basics.errors import UserError
@@ -128,6 +130,40 @@ def test_raw_clips_are_encoded_with_their_captions(tmp_path, codec):
     for i, name in enumerate(REAL):
         one = codec.encode(to_video(read_clip(tmp_path / "videos" / f"{name}.mp4", size)))
         assert (source.latents([i]) == one).all()
+
+
+def test_rows_name_the_conditions_of_clips(tmp_path):
+    """An image or a clip takes the place of the first frame; rows of one clip that name others are a fault."""
+    size = VideoConfig(5, 32, 32, 8)
+    for name, seed in (("a", 0), ("b", 1), ("c", 2)):
+        clip = np.random.default_rng(seed).integers(256, size=(5, 32, 32, 3)).astype(np.uint8)
+        write_exactly(tmp_path / f"{name}.mkv", clip, 8)
+    Image.fromarray(clip[3]).save(tmp_path / "d.png")
+    rows = [{"path": "a.mkv", "caption": "one"}, {"path": "b.mkv", "caption": "two"}]
+
+    def images(*conditions: object) -> tuple:
+        named = [row | {"condition": name} for row, name in zip(rows, conditions, strict=False)]
+        write_table(tmp_path / "rows.jsonl", named or rows)
+        return encode_videos(tmp_path / "rows.jsonl", tiny_codec(), size, first_frames=True).images
+
+    for index, (given,) in enumerate(images()):
+        own = read_clip(tmp_path / f"{'ab'[index]}.mkv", size)[0]
+        assert not given.is_clip and (np.array(given.picture(32, 32)) == own).all()
+    assert all((np.array(image.picture(32, 32)) == clip[3]).all() for (image,) in images("d.png", "d.png"))
+    (first, still), _ = images(["c.mkv", "d.png"], ["c.mkv", "d.png"])
+    assert first.is_clip and all((np.array(x) == y).all() for x, y in zip(first.frames(5, 32, 32), clip, strict=True))
+    assert [len(image.frames(5, 32, 32)) for image in (first, still)] == [5, 5]
+    assert (np.array(still.frames(5, 32, 32)[4]) == clip[3]).all()
+    with pytest.raises(UserError, match=r"c\.mkv is a clip, and this model takes an image"):
+        first.picture(32, 32)
+    with pytest.raises(UserError, match=r"the condition of a\.mkv: .*e\.png"):
+        images("e.png", "d.png")
+    write_table(tmp_path / "rows.jsonl", [rows[0] | {"condition": name} for name in ("c.mkv", "d.png")])
+    with pytest.raises(VideoError, match=r"a\.mkv: its rows name different conditions"):
+        encode_videos(tmp_path / "rows.jsonl", tiny_codec(), size, first_frames=True)
+    write_exactly(tmp_path / "c.mkv", clip[:3], 8)
+    with pytest.raises(VideoError, match=r"c\.mkv: too short"):
+        images("c.mkv", "c.mkv")
 
 
 def test_a_bad_raw_clip_is_named_before_anything_is_trained(tmp_path):

@@ -518,3 +518,12 @@ def test_rollout_scores_the_videos_of_sample(folders, table, tmp_path):
     swapped = table.with_name("swapped.jsonl")
     swapped.write_text(table.read_text().replace("0.png", "x.png").replace("1.png", "0.png").replace("x.png", "1.png"))
     assert main([word.replace(str(table), str(swapped)) for word in asked]) == 2
+
+
+def test_conditions_that_rows_name_are_not_left_out_of_encoded_clips(folders, tmp_path, capsys):
+    """Such clips hold their first frames, and runs on the videos themselves would read the named ones."""
+    folder = drawn_clips(tmp_path / "in", 1)
+    row = {"path": "0.mkv", "caption": "a circle", "condition": "0.mkv"}
+    (folder / "rows.jsonl").write_text(json.dumps(row))
+    assert main(preprocess_words(folder / "rows.jsonl", tmp_path / "out", folders[KINDS[1]])) == 2
+    assert "encoded clips hold their first frames: leave the column condition out" in capsys.readouterr().err

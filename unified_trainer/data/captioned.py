@@ -106,7 +106,8 @@ def find_videos(
     for video in videos:
         known = merged.setdefault(video.name, video)
         together = tuple(dict.fromkeys((*known.captions, *video.captions)))
-        merged[video.name] = replace(known, captions=together, wrong=known.wrong or video.wrong)
+        other = "its rows name different conditions" if video.conditions != known.conditions else ""
+        merged[video.name] = replace(known, captions=together, wrong=known.wrong or video.wrong or other)
     return tuple(merged.values())
 
 

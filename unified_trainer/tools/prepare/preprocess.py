@@ -131,6 +131,8 @@ def preprocess(
     kind, schema = ("i2v", I2V) if family.image_tensors(folder, shape) else ("t2v", T2V)
     file = read_prompts(source, "SOURCE") if source.suffix == ".txt" else PromptFile(())
     videos = () if file.requests else find_videos(source, "SOURCE", captions, run.data.columns)
+    if kind == "i2v" and any(video.conditions for video in videos):
+        raise UserError(f"SOURCE {source}: encoded clips hold their first frames: leave the column condition out")
     texts = [*zip(file.places, file.prompts, strict=True), *(row for video in videos for row in video.rows)]
     check_output(out, ABOUT, WHAT)
     with claimed(out, mesh) as note:
