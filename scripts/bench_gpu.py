@@ -50,6 +50,7 @@ from unified_trainer.methods.rl.replay import Replay
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.models.wan.model import WanModel
+from unified_trainer.numerics import philox
 from unified_trainer.parallel.device import (
     OTHER_ATTENTION,
     Timeline,
@@ -61,8 +62,10 @@ from unified_trainer.parallel.device import (
 )
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.meter import Meter
+from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.blocks import compile_noise
 from unified_trainer.roles.recompute import Recomputed
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.run import build as building
@@ -239,7 +242,9 @@ def attention(bench: Bench) -> None:
 
 
 def kernels(bench: Bench) -> None:
-    """The kernels that take most of a pass and its backward pass with compiled blocks; Q, K, V apart and as one."""
+    """The kernels that take most of a pass and its backward pass, compiled; noise and Q, K, V in two ways."""
+    for name in ("small kernels", *(["one compiled kernel"] if bench.mesh.device.type != "cpu" else [])):
+        bench.row("noise", f"{bench.scale.large}, {name}", lambda n=name: _noise(bench, small=n == "small kernels"))
     for video in (bench.scale.large, bench.scale.small):
         for name, project in PROJECTIONS.items():
             row = f"{video}, Q, K, V of one layer, {name}"
@@ -415,6 +420,15 @@ def _projections(bench: Bench, video: Video, project: Callable[..., tuple[Tensor
         torch.autograd.grad(project(x, weights), inputs, gradients)
 
     return bench.rate(fastest(bench.mesh.device, work), 3 * 3 * 2 * video.tokens * size**2, video.tokens)
+
+
+def _noise(bench: Bench, *, small: bool) -> dict[str, Any]:
+    """Measure the noise of one sample; the kernel is compiled before."""
+    device, shape = bench.mesh.device, bench.scale.large.latent_shape
+    with patch.dict(philox.COMPILED, clear=True):
+        if not small:
+            compile_noise(device.type)
+        return {"ms": 1000 * fastest(device, lambda: Streams(0, 0, device).noise("noise", [0], shape))}
 
 
 def _kernels(bench: Bench, video: Video) -> list[str]:

@@ -12,7 +12,8 @@ import torch
 from helpers import ALONE, small_model
 from torch._inductor import async_compile
 
-from unified_trainer.roles import blocks
+from unified_trainer.numerics import philox
+from unified_trainer.roles import backbone, blocks
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.recompute import Recompute
 
@@ -77,3 +78,51 @@ def test_every_graph_is_compiled_with_our_options(started, monkeypatch, memory, 
                 result = block(torch.ones(samples, 3))
         result.sum().backward()
     assert len(found) == 6 and set(found) == {(not tuned, tuned, True, False)}
+
+
+# In a process of its own: this one's hooks, which check shapes and types in every function, cannot be compiled.
+COMPILED_NOISE = """
+import torch
+from unified_trainer.numerics import philox
+from unified_trainer.roles import blocks
+blocks.compile_noise("cuda")
+kernel = philox.COMPILED["cuda"]
+streams = torch.randint(0, 2**32, (3, 4), generator=torch.Generator().manual_seed(0))
+eager = philox.normal(streams, 4099)
+philox.COMPILED["cpu"] = kernel  # turned to the device that is here
+drawn = [philox.normal(streams, 4099), philox.normal(streams, 4099, part=900)]
+print([torch.equal(one, eager) for one in drawn], philox.COMPILED["cuda"] is kernel)
+print(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+"""
+
+
+@pytest.mark.slow
+def test_compiled_noise_is_equal_bit_for_bit():
+    """In one part and in several, of which the last one is shorter, by one graph; by Inductor's compiler for CPUs."""
+    done = subprocess.run([sys.executable, "-c", COMPILED_NOISE], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["[True, True] True", "1"]
+
+
+def test_noise_that_cannot_be_compiled_is_drawn_as_before(monkeypatch):
+    def failing(*_):
+        raise torch._dynamo.exc.InternalTorchDynamoError("no compiler")
+
+    streams = torch.arange(8).view(2, 4)
+    expected = philox.normal(streams, 50)
+    monkeypatch.setattr(torch, "compile", lambda *_, **_named: failing)
+    monkeypatch.setattr(philox, "COMPILED", {})
+    blocks.compile_noise("cuda")
+    philox.COMPILED["cpu"] = philox.COMPILED["cuda"]
+    assert torch.equal(philox.normal(streams, 50), expected) and philox.COMPILED["cuda"] is philox.words
+
+
+def test_the_setting_of_blocks_reaches_noise_of_accelerators_and_kernels_of_products(started, monkeypatch):
+    monkeypatch.setattr(philox, "COMPILED", {})
+    Backbone(small_model(), ALONE, compile=True)
+    assert not philox.COMPILED
+    kinds, tuned = [], []
+    monkeypatch.setattr(backbone, "compile_noise", kinds.append)
+    monkeypatch.setattr(backbone, "prepare_blocks", lambda *_, **named: tuned.append(named["tuned"]))
+    for compile in (False, True, "max_autotune"):
+        Backbone(small_model(), ALONE, compile=compile)
+    assert kinds == ["cpu", "cpu"] and tuned == [False, False, True]

@@ -6,6 +6,7 @@ of streams and any way of computing them in parts give the same numbers.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Int
@@ -18,6 +19,7 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 PART = {"cpu": 2**14}  # blocks that are computed at a time: on a CPU as many as fit its cache
 PART_ON_DEVICE = 2**21  # elsewhere as many as fit in about .2 GiB
+COMPILED: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}  # `words` as one kernel, by kind of accelerator
 # Polynomials of Cephes in float32, highest power first: of log(1 + x), and of sin x and cos x in |x| <= pi / 4.
 LOG: tuple[float, ...] = (
     7.0376836292e-2,
@@ -120,12 +122,12 @@ def normal(
     of blocks that are computed at a time; it changes no number.
     """
     n, blocks = len(streams), -(-count // 4)
-    pair = normal_pair if float64 else normal_pair_float32
+    pair, drawn = normal_pair if float64 else normal_pair_float32, COMPILED.get(streams.device.type, words)
     size = max(1, (part or PART.get(streams.device.type, PART_ON_DEVICE)) // max(n, 1))
     noise = torch.empty(n, blocks, 2, 2, device=streams.device)
     for start in range(0, blocks, size):
         stop = min(start + size, blocks)
-        for i, numbers in enumerate(pair(*words(streams, start, stop))):
+        for i, numbers in enumerate(pair(*drawn(streams, start, stop))):
             noise[:, start:stop, :, i] = numbers.permute(1, 2, 0)
     return noise.view(n, 4 * blocks)[:, :count]
 

@@ -36,7 +36,7 @@ from unified_trainer.parallel.fsdp import (
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.meter import Meter, Pass
 from unified_trainer.roles.adapter import AdapterConfig
-from unified_trainer.roles.blocks import Compile, compiles, prepare_blocks
+from unified_trainer.roles.blocks import Compile, compile_noise, compiles, prepare_blocks
 from unified_trainer.roles.pass_costs import PassCost, PassCosts
 from unified_trainer.roles.recompute import ActivationMemory, Recompute
 from unified_trainer.roles.rounded_weights import keep_rounded
@@ -100,6 +100,8 @@ class Backbone:
         failed = self._uncompiled if compile == "auto" else None
         tuned = compile == "max_autotune"
         prepare_blocks(model.blocks, recompute, lambda: self._adapter(self._running), inputs, failed, tuned=tuned)
+        if self.compiled:
+            compile_noise(mesh.device.type)
         shard(model.network, model.blocks, mesh, half=self.half_passes)
         model.read(mesh, merged)
         trained_weights = [p for p in model.network.parameters() if p.requires_grad]

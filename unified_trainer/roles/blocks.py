@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.numerics import philox
 from unified_trainer.parallel.device import COMPILERS, GRAPHS
 from unified_trainer.roles.recompute import Recompute, Recomputed, selective_policy
 
@@ -110,6 +111,25 @@ def prepare_blocks(
             block.forward = _by_position(block.forward, graphs.compiled(block.forward, how, adapter, compiled_inputs))
         elif how != "none":
             block.forward = _by_position(block.forward, _recomputed(block.forward, how, adapter))
+
+
+def compile_noise(kind: str) -> None:
+    """Make the random words of noise on accelerators of a kind by one kernel from here on, in place of about 100.
+
+    They are integers: their bits are the same. Where Inductor cannot compile it, they are made as before.
+    """
+    if kind == "cpu" or kind in philox.COMPILED or BACKEND != "inductor":
+        return
+    graph = torch.compile(philox.words, fullgraph=True, dynamic=True, options=dict(INDUCTOR))
+
+    def words(streams: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        try:
+            return graph(streams, start, stop)
+        except torch._dynamo.exc.TorchDynamoException:
+            philox.COMPILED[kind] = philox.words
+        return philox.words(streams, start, stop)
+
+    philox.COMPILED[kind] = words
 
 
 def _by_position(forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:

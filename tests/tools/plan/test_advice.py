@@ -84,3 +84,12 @@ def test_calls_outside_of_the_window_are_counted():
     )
     assert (every["without gradient"], fewer["without gradient"]) == (24, 12)
     assert every["with gradient"] == fewer["with gradient"] == 4
+
+
+@pytest.mark.slow
+def test_fewer_bits_need_no_device_that_has_them_and_are_named_as_not_counted():
+    """A CPU multiplies no numbers of fp8, and a plan of a run on GPUs is made on it."""
+    words = ["--method", "dmd2", "--recipe", "tiny", "--validate-every", "0"]
+    plain, rounded = (needs(parse([*words, *more]), 1) for more in ([], ["--teacher.quantize", "fp8"]))
+    assert {*rounded.notes} - {*plain.notes} == {"not counted: what teacher.quantize fp8 changes in bytes and seconds"}
+    assert rounded.counts.calls() == plain.counts.calls()

@@ -148,7 +148,9 @@ def needs(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0, bucket
     )
     scorers, notes = _scorers(run)
     sizes = Sizes(run, models, ranks, scorers, table["samples per rank"], table["accumulation"])
-    return Needs(run, counts, sizes, table, (*filter(None, [fitted]), *assumed, *notes))
+    fewer = [(name, role.quantize) for name, role in run.roles.items() if role.quantize != "none"]
+    rounded = [f"not counted: what {name}.quantize {bits} changes in bytes and seconds" for name, bits in fewer]
+    return Needs(run, counts, sizes, table, (*filter(None, [fitted]), *assumed, *notes, *rounded))
 
 
 def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0, bucket: str = "") -> Estimate:

@@ -200,12 +200,12 @@ def _small(run: RunConfig, method: type[Method], ranks: int, paths: Mapping[str,
 
 
 def _small_role(config: RoleConfig, path: str) -> RoleConfig:
-    config = replace(config, path=path, compile=False)
+    config = replace(config, path=path, compile=False, quantize="none")  # as passes are counted, on any device
     if not isinstance(config, TrainableConfig):
         return replace(config, adapter=AdapterFileConfig())
     adapter = AdapterConfig(rank=min(1, config.adapter.rank))
     unseen: dict[str, Any] = {"learning_rate": 0.0, "activation_memory": "none", "ema_decay": 0.0, "ema_device": "same"}
-    unseen |= {"action_size": 0}  # the batches of a rehearsal have no actions
+    unseen |= {"quantize_aware": False, "action_size": 0}  # the batches of a rehearsal have no actions
     unseen |= {"sparse_attention": ALL_TOKENS} if config.sparse.share else {}
     return replace(config, adapter=adapter, moments="fp32", **unseen)
 
