@@ -57,7 +57,7 @@ REPORT = "measured.json"
 # The tiny world's VAE with patches of 2 pixels: 32 x 32 x 9 -> 16 x 3 x 4 x 4.
 VAE = tiny_world_vae.CONFIG | {"patch_size": 2, "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 8}
 NETWORK = TRANSFORMER | {"num_layers": 4}
-READERS = {"reader": 16, "judge": 12}  # widths; the judge has seen no digit that the reader has
+READERS = {"reader": 16, "checker": 12}  # widths; the checker has seen no digit that the reader has
 BASE = ("--student.learning-rate", "2e-3", "--student.betas", "0.9", "0.99", "--student.weight-decay", "0")
 BASE += ("--student.warmup-updates", "100", "--student.lr-schedule", "cosine", "--student.min-lr-ratio", "0.02")
 BASE += ("--student.ema-decay", "0.998")

@@ -3,7 +3,7 @@
 A prompt names one digit, such as 7, and `direction` also needs one of left, right, up and down.
 
 python -m unified_trainer --method dance_grpo --recipe digits --reward.scorers.other.weight 1 \
-    --reward.scorers.other.kind digits/scorers.py:LogProbability --reward.scorers.other.path digits/judge.safetensors
+    --reward.scorers.other.kind digits/scorers.py:LogProbability --reward.scorers.other.path digits/checker.safetensors
 """
 
 import re

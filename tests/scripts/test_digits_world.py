@@ -90,7 +90,7 @@ def test_a_clip_is_its_image_at_every_place(digits):
 
 
 def test_parts_have_no_digit_in_common(digits):
-    """A reader, its judge and the measured clips see different handwriting, of every digit."""
+    """A reader, its checker and the measured clips see different handwriting, of every digit."""
     numbered = world.Digits(torch.arange(100.0).view(-1, 1, 1).expand(-1, 28, 28), digits.labels)
     parts = [numbered.part(name) for name in world.SHARES]
     seen = torch.cat([part.images[:, 0, 0] for part in parts])
@@ -236,10 +236,10 @@ def test_every_method_of_the_recipe_passes_all_checks(built, monkeypatch):
     for method in METHODS:
         notes = check(parse(["--recipe", "digits", "--method", method]), ALONE).notes
         assert not [note for note in notes if "another model" in note], method
-    (built / "digits" / "judge.safetensors").rename(built / "digits" / "away")
-    with pytest.raises(ConfigError, match=r"digits/judge\.safetensors is not there: run where digits is, or first"):
+    (built / "digits" / "checker.safetensors").rename(built / "digits" / "away")
+    with pytest.raises(ConfigError, match=r"digits/checker\.safetensors is not there: run where digits is, or first"):
         check(parse(["--recipe", "digits", "--method", "dmd2"]), ALONE)
-    (built / "digits" / "away").rename(built / "digits" / "judge.safetensors")
+    (built / "digits" / "away").rename(built / "digits" / "checker.safetensors")
 
 
 @pytest.mark.slow
@@ -247,7 +247,7 @@ def test_a_built_world_trains_and_is_measured(built, monkeypatch):
     """finetune reads its clips, dance_grpo its scorers; each stage said what it measured."""
     monkeypatch.chdir(built)
     report = json.loads((built / "digits" / "measured.json").read_text())
-    assert {"judge/real", "judge/decoded", "direction", "psnr_db"} <= report["wan/vae"].keys()
+    assert {"checker/real", "checker/decoded", "direction", "psnr_db"} <= report["wan/vae"].keys()
     short = ["--steps", "1", "--validate-every", "1", "--validation.num-samples", "4", "--device", "cpu"]
     groups = ["--algorithm.num-prompts", "2", "--algorithm.num-samples", "2", "--algorithm.prompts-per-update", "2"]
     for method, words in (("finetune", ["--algorithm.batch-size", "4"]), ("dance_grpo", groups)):
