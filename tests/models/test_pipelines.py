@@ -202,6 +202,18 @@ def test_a_schedule_that_matches_no_flow_is_refused(changed):
             known(folder).of_size((1, 64, 96))
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("StableDiffusion3Img2ImgPipeline", "starts from a noised image or clip, at the level of its strength"),
+        ("StableDiffusion3PAGPipeline", "calls its network on more rows than samples without guidance"),
+    ],
+)
+def test_steps_of_another_kind_are_refused_by_what_they_do(folder_of, kind, said):
+    with pytest.raises(UserError, match=f"{kind} {said}"):
+        known(folder_of(kind)).of_size((1, 64, 96))
+
+
 def test_a_class_that_is_no_pipeline_is_refused(changed):
     folder = changed("SanaPipeline", "model_index.json", _class_name="SanaTransformer2DModel")
     with pytest.raises(UserError, match=r"model_index\.json: SanaTransformer2DModel is no pipeline of diffusers"):

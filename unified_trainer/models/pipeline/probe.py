@@ -66,6 +66,10 @@ def _off(pipeline: Pipeline, size: Size) -> CallRecord:
         seen = pipeline.call([SHORT], size)
         if _is_single(seen):
             return seen
+    if len(seen.inputs) == len(seen.steps) == STEPS - 1 and "strength" in pipeline.names:
+        raise pipeline.refuse("starts from a noised image or clip, at the level of its strength, and not from noise")
+    if len(seen.inputs) == STEPS:
+        raise pipeline.refuse("calls its network on more rows than samples without guidance")
     raise pipeline.refuse(f"calls its network {len(seen.inputs)} times in {STEPS} steps without guidance")
 
 
