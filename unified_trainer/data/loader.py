@@ -1,6 +1,6 @@
 """The batches of a run: the samples of a rank are a function of the step, and of failures where they are counted."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Protocol, runtime_checkable
@@ -173,7 +173,7 @@ class Loader:
         if self._stored is not None:
             rows = self._stored.to_encode(rows)
         requests = [self._source.request(row) for row in rows]
-        return [self._codec.negative(self._negative_prompt), *texts_of(self._codec, requests)]
+        return [self._codec.negative(self._negative_prompt), *encoded_texts(self._codec, requests)]
 
     def further(self, step: int, skip: int, count: int) -> list[int]:
         """Return up to `count` rows outside the step's batch, after the first `skip` of them; none is repeated."""
@@ -251,10 +251,12 @@ class Loader:
         return generator(self._seed, name, step).choice(len(chance), count, replace=False, p=chance).tolist()
 
 
-def texts_of(codec: Codec, requests: Iterable[Request]) -> list[str]:
-    """Return the texts of requests that are encoded."""
-    negatives = [[codec.negative(request.negative)] if request.negative else [] for request in requests]
-    return [text for request, more in zip(requests, negatives, strict=True) for text in (request.text, *more)]
+def encoded_texts(codec: Codec, requests: Iterable[Request]) -> Iterator[str]:
+    """Yield the texts of requests that are encoded."""
+    for request in requests:
+        yield request.text
+        if request.negative:
+            yield codec.negative(request.negative)
 
 
 def make_batch(

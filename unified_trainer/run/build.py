@@ -14,7 +14,7 @@ from unified_trainer.basics.types import of_kind
 from unified_trainer.data.bucket_loader import BucketLoader
 from unified_trainer.data.buckets import sizes_of
 from unified_trainer.data.clips import Clips, render_clips
-from unified_trainer.data.loader import Loader, Source, texts_of
+from unified_trainer.data.loader import Loader, Source, encoded_texts
 from unified_trainer.data.negative_prompt import use_negative_prompt
 from unified_trainer.data.parquet import (
     ParquetClips,
@@ -283,7 +283,7 @@ class Built:
             shown += [request for requests in self._plan.validation_sets.values() for request in requests[:count]]
 
         def prompts() -> list[str]:
-            return [*texts_of(codec, shown), *self._loader.prompts(0 if run.validate_only else run.steps)]
+            return [*encoded_texts(codec, shown), *self._loader.prompts(0 if run.validate_only else run.steps)]
 
         first = prompts()
         files = {"--validation.prompts": run.validation.prompts}
