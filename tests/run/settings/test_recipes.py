@@ -350,7 +350,7 @@ def test_a_model_that_no_recipe_fits_is_told_all(tmp_path):
     folder = model_folder(tmp_path / "odd", "wan2.1-1.3b", num_layers=7)
     with pytest.raises(
         ConfigError,
-        match=r"Write your own and give --recipe my_recipe\.yaml .* have general-images, .*wan2\.2-ti2v-5b$",
+        match=r"Write your own and give --recipe my_recipe\.yaml .* have digits, general-images, .*wan2\.2-ti2v-5b$",
     ):
         check(parsed("--method", "dmd2", "--student.path", folder), ALONE)
 
